@@ -1,0 +1,53 @@
+# Needs Python 3.11 or later, pip and make; everything else goes into .venv.
+PYTHON ?= python3
+BIN := .venv/bin
+
+# A virtual machine can advertise AMX and not allow it; a bfloat16 product then dies with an illegal
+# instruction. oneDNN reads this limit when torch is loaded, so it must be set before Python starts.
+test bench demo mutants: export ONEDNN_MAX_CPU_ISA = AVX512_CORE_BF16
+
+# pip applies -c to what it installs but not to its isolated build environment; these two variables
+# (the first for older pips, the second for newer ones) pin that as well.
+PIP_INSTALL := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 \
+	$(BIN)/python -m pip install -qq -c constraints.txt
+
+.PHONY: help demo test lint bench mutants clean
+.DEFAULT_GOAL := help
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-8s %s\n", $$1, $$2}' Makefile
+
+demo: .venv/installed ## compare the methods on this machine: time, memory, error
+	@$(BIN)/subquad demo
+
+test: .venv/installed ## run every test
+	@$(BIN)/python -m pytest
+
+lint: .venv/installed ## ruff and mypy
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+bench: .venv/installed-bench ## measure against torch and performer-pytorch, write benchmarks/results/
+	@$(BIN)/python benchmarks/attention.py
+
+mutants: .venv/installed ## break the library on purpose and count the breaks that the tests notice
+	@$(BIN)/python tools/mutants.py
+
+clean: ## remove what the other targets made
+	rm -rf .venv build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+.venv/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Subquad needs Python 3.11 or later: make PYTHON=...")'
+	@$(PYTHON) -m venv .venv
+
+# A stamp is written only after a whole installation, so that an interrupted one is done again.
+.venv/installed: pyproject.toml constraints.txt | .venv/bin/python
+	@echo "Installing into .venv (a minute or two the first time) ..."
+	@$(PIP_INSTALL) -e '.[lab,dev]'
+	@touch $@
+
+.venv/installed-bench: .venv/installed
+	@$(PIP_INSTALL) -e '.[bench]'
+	@touch $@

@@ -1,0 +1,98 @@
+"""Writes what a benchmark found: Markdown to read, JSON to reuse, SVG to look at, one date on all three."""
+
+import datetime
+import json
+import os
+import platform
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import torch
+
+import subquad
+
+FOLDER = Path(__file__).parent / "results"
+
+
+def machine() -> str:
+    """The processor, the threads and the versions, without the machine's name."""
+    processor = platform.machine()
+    with_model = Path("/proc/cpuinfo")
+    if with_model.exists():
+        models = [line for line in with_model.read_text().splitlines() if line.startswith("model name")]
+        processor = models[0].partition(":")[2].strip() if models else processor
+    return (
+        f"{processor}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, "
+        f"Python {platform.python_version()}, torch {torch.__version__}, subquad {subquad.__version__}"
+    )
+
+
+def table(rows: Iterable[Any]) -> str:
+    """A Markdown table; a method that gave no figures keeps its line and says why."""
+    lines = [
+        "| length | method | time | speed against SDPA | peak memory | relative error |",
+        "|---:|---|---:|---:|---:|---:|",
+    ]
+    for row in rows:
+        cells = [f"{row.length:,}", row.method, row.note, "", "", ""]
+        if row.seconds is not None:
+            cells[2:4] = f"{row.seconds * 1000:,.2f} ms", f"{row.speed:.2f}x"
+        if row.peak_bytes is not None:
+            cells[4:] = f"{row.peak_bytes / 2**20:,.1f} MiB", f"{row.relative_error:.2g}"
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def markdown(name: str, date: str, rows: Sequence[Any]) -> str:
+    """The whole page, a section for each shape and task."""
+    parts = [
+        f"# {name}, {date}",
+        machine(),
+        "Causal, float32, batch 1; normal inputs, queries and keys of standard deviation 0.5. Speed above 1 "
+        "is quicker than SDPA on the same tensors. Peak memory is what one call needs beyond its inputs. "
+        "Relative error is |out - exact| / |exact|: above 1 the answer is worse than returning zeros.",
+        f"![time against length]({name}_{date}.svg)",
+    ]
+    for (heads, width, task), group in groupby(rows, key=lambda row: (row.heads, row.width, row.task)):
+        parts += [f"## {heads} heads of width {width}, {task}", table(group)]
+    return "\n\n".join(parts) + "\n"
+
+
+def draw(path: Path, rows: Sequence[Any]) -> None:
+    """Time against length, a panel for each shape and task."""
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "subquad"  # the same figures give the same file
+    from matplotlib import pyplot
+
+    timed = [row for row in rows if row.seconds is not None and row.task != "decoding step"]
+    panels = list(dict.fromkeys((row.heads, row.width, row.task) for row in timed))
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(4 * len(panels), 4), squeeze=False)
+    for axis, panel in zip(axes[0], panels, strict=True):
+        mine = [row for row in timed if (row.heads, row.width, row.task) == panel]
+        for method in dict.fromkeys(row.method for row in mine):
+            points = [(row.length, row.seconds) for row in mine if row.method == method]
+            axis.loglog(*zip(*points, strict=True), marker="o", label=method)
+        axis.set(title="{} heads of width {}\n{}".format(*panel), xlabel="length", ylabel="seconds")
+        axis.set_xticks(lengths := sorted({row.length for row in mine}), [str(length) for length in lengths])
+        axis.minorticks_off()
+        axis.grid(alpha=0.3)
+        axis.legend(fontsize="small")
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+
+
+def write(name: str, rows: Sequence[Any]) -> None:
+    """Print the page, and write it with its data and its picture under today's date."""
+    date = datetime.datetime.now(datetime.UTC).date().isoformat()
+    FOLDER.mkdir(exist_ok=True)
+    stem = FOLDER / f"{name}_{date}"
+    page = markdown(name, date, rows)
+    stem.with_suffix(".md").write_text(page)
+    data = {"date": date, "machine": machine(), "rows": [asdict(row) for row in rows]}
+    stem.with_suffix(".json").write_text(json.dumps(data, indent=1) + "\n")
+    draw(stem.with_suffix(".svg"), rows)
+    print(page)

@@ -1,0 +1,29 @@
+"""Attention whose cost and error you choose.
+
+>>> import torch, subquad
+>>> q, k, v = torch.randn(3, 1, 8, 512, 16).unbind()
+>>> subquad.attention(q, k, v, is_causal=True, method=subquad.Taylor(2)).shape
+torch.Size([1, 8, 512, 16])
+"""
+
+from subquad._attention import attention
+from subquad._features import Exact, FeatureMap, Linear, RandomFeatures, Taylor
+from subquad._modules import MultiheadAttention
+from subquad._replace import Replacements, replace_attention
+from subquad._separable import Separable
+from subquad._state import State
+
+__version__ = "0.1.0"
+__all__ = [
+    "Exact",
+    "FeatureMap",
+    "Linear",
+    "MultiheadAttention",
+    "RandomFeatures",
+    "Replacements",
+    "Separable",
+    "State",
+    "Taylor",
+    "attention",
+    "replace_attention",
+]

@@ -1,0 +1,235 @@
+"""The heart: attention, exact or in linear time, behind the signature of torch's own function.
+
+    out_i = sum_j w_ij v_j / sum_j w_ij    over the keys j that query i may see,   x_ij = q_i.k_j * scale
+
+    Exact            w = exp(x)                        cost ~ n m d
+    Taylor           w = 1 + x + ... + x^p/p!          cost ~ (n + m) r e, with r features
+    RandomFeatures   w ~ exp(x), from r projections
+    Linear           w = x, or products of elu + 1, or of relu
+    Separable        w = softmax of q over the width, times softmax of k over the length
+
+Axes: (..., heads, length, width). Inside: b batch and key heads, g query heads per key head, n queries, m keys,
+d width, e value width, r features.
+"""
+
+from math import sqrt
+from typing import Literal, NamedTuple, cast, overload
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from subquad import _forms as forms
+from subquad._exact import exact_attention
+from subquad._features import Exact, Linear, Taylor
+from subquad._kernel import Kernel, Sums
+from subquad._layout import Layout, check_shapes, check_state
+from subquad._masks import is_per_query_head, key_mask, segment_runs
+from subquad._methods import Approximation, Method, kernel_of, resolve, shifted
+from subquad._separable import Separable
+from subquad._state import State
+
+Form = Literal["dense", "linear", "chunked", "step"]
+
+
+@overload
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False, *, method: Method | str = ...,
+    key_padding_mask: Tensor | None = None, segment_ids: Tensor | None = None, state: State | None = None,
+    return_state: Literal[False] = False,
+) -> Tensor: ...  # fmt: skip
+
+
+@overload
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False, *, method: Method | str = ...,
+    key_padding_mask: Tensor | None = None, segment_ids: Tensor | None = None, state: State | None = None,
+    return_state: Literal[True],
+) -> tuple[Tensor, State]: ...  # fmt: skip
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    method: Method | str = Exact(),  # noqa: B008  (a frozen value)
+    key_padding_mask: Tensor | None = None,
+    segment_ids: Tensor | None = None,
+    state: State | None = None,
+    return_state: bool = False,
+) -> Tensor | tuple[Tensor, State]:
+    """Attention by `method`; the first eight arguments are those of torch's `scaled_dot_product_attention`.
+
+    query: (..., heads, n, d). key: (..., key heads, m, d). value: (..., key heads, m, e). Any batch dimensions.
+    attn_mask: True = attend. Linear methods take a boolean mask with a query dimension of 1, and refuse others.
+    dropout_p: on the weights; `Exact` only.
+    is_causal: query i sees keys 0..i; with a `state`, the new keys are aligned to the new queries at their ends.
+    scale: of the logits, default 1/sqrt(d). Maps that are not functions of the logit see q and k times its root.
+    enable_gqa: several query heads share a key head, as in torch.
+    method: a method, an object with the `FeatureMap` protocol, or "exact", "taylor", "random", "linear", "separable".
+    key_padding_mask: (..., m), True = attend; also (..., key heads, m).
+    segment_ids: (..., n), integers, with n = m: tokens see their own segment only, a run of equal ids.
+    state: what an earlier call returned; its keys come before these. return_state: also return the new state.
+    Returns (..., heads, n, e), in the dtype of the query; a row that sees no key is 0.
+
+    >>> q, k, v = torch.randn(3, 2, 8, 1000, 16).unbind()
+    >>> attention(q, k, v, is_causal=True, method=Taylor(2)).shape
+    torch.Size([2, 8, 1000, 16])
+    >>> head, state = attention(q[:, :, :900], k[:, :, :900], v[:, :, :900], is_causal=True, method="taylor",
+    ...                         return_state=True)
+    >>> tail = attention(q[:, :, 900:], k[:, :, 900:], v[:, :, 900:], is_causal=True, method="taylor", state=state)
+    >>> whole = attention(q, k, v, is_causal=True, method="taylor")
+    >>> torch.allclose(torch.cat([head, tail], -2), whole, atol=1e-5)
+    True
+    """
+    output, new_state = attend(
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, resolve(method), key_padding_mask,
+        segment_ids, state, return_state,
+    )  # fmt: skip
+    return (output, cast(State, new_state)) if return_state else output
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool,
+    scale: float | None, enable_gqa: bool, method: Method, key_padding_mask: Tensor | None, segment_ids: Tensor | None,
+    state: State | None, return_state: bool, form: Form | None = None, chunk: int | None = None,
+) -> tuple[Tensor, State | None]:  # fmt: skip
+    """`attention`, where tests can also choose the form and the chunk."""
+    if isinstance(method, Exact):
+        structured = key_padding_mask is not None or segment_ids is not None or (attn_mask is not None and is_causal)
+        if state is None and not return_state and not structured:
+            return F.scaled_dot_product_attention(
+                query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+            ), None  # fmt: skip
+    elif dropout_p > 0:
+        raise ValueError(
+            f"dropout_p: expected 0, got {dropout_p}: dropout on the weights has no linear form. "
+            'Use method="exact", or dropout on the output.'
+        )
+    layout = check_shapes(query, key, value, enable_gqa)
+    check_state(state, method, layout, segment_ids is not None)
+    headless = query.dim() == 2
+    query, key, value = (x[None] if x.dim() == 2 else x for x in (query, key, value))
+    if is_per_query_head(attn_mask, layout) and not isinstance(method, Exact):
+        # Query heads that share a key head see different keys: each gets its own copy of the head.
+        if state is not None or return_state:
+            raise ValueError("attn_mask: expected one mask per key head where a state is used, got one per query head")
+        key, value = (x.repeat_interleave(layout.group, -3) for x in (key, value))
+        layout = check_shapes(query, key, value, enable_gqa=False)
+    runs = last_segment = None
+    if segment_ids is not None:
+        runs, last_segment = segment_runs(layout, segment_ids, None if state is None else state.segment)
+
+    if isinstance(method, Exact):
+        output, new_state = exact_attention(
+            layout, query, key, value, attn_mask=attn_mask, keep=key_mask(layout, key_padding_mask, None), runs=runs,
+            last_segment=last_segment, state=state, dropout_p=dropout_p, is_causal=is_causal, scale=scale,
+        )  # fmt: skip
+        return output[0] if headless else output, new_state
+
+    keep = key_mask(layout, key_padding_mask, attn_mask)
+    device = query.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
+    with torch.autocast(device, enabled=False):  # Features, sums and normalisers are never in half precision.
+        q, k, v = layout.fold_query(query), layout.fold_key(shifted(method, key)), layout.fold_key(value)
+        kernel, q, k = kernel_of(method, q, k, keep, 1 / sqrt(layout.width or 1) if scale is None else scale)
+        before = None
+        if state is not None and state.sums is not None:
+            run = None if runs is None else runs.new_zeros(layout.rows)
+            log_scale = None if state.log_scale is None else state.log_scale.reshape(layout.rows, -1)
+            before = Sums(state.sums.reshape(layout.rows, *state.sums.shape[-2:]), log_scale, run)
+        form, sizes = choose_form(method, layout, is_causal, runs is not None, before, return_state, form, chunk)
+        output, sums = run_form(form, sizes, kernel, q, k, v, keep, runs, before, is_causal, return_state)
+        output = layout.unfold_query(output).to(dtype)
+    resumable = None
+    if return_state:
+        resumable = State(
+            method,
+            layout.keys + (0 if state is None else state.length),
+            sums=None if sums is None else layout.unfold(sums.values),
+            log_scale=None if sums is None or sums.log_scale is None else layout.unfold(sums.log_scale),
+            segment=None if last_segment is None or sums is None else layout.unfold(last_segment),
+        )
+    return output[0] if headless else output, resumable
+
+
+CHUNK = 128
+WAVE = 1 << 19
+UNIT = 1024
+ROWS = 1 << 19
+
+
+class Sizes(NamedTuple):
+    """How many tokens are computed at once."""
+
+    chunk: int  # tokens that meet pair by pair
+    wave: int  # tokens whose chunks are computed side by side, a multiple of the chunk
+    unit: int  # tokens between two kept states, a multiple of the wave
+    rows: int  # rows of the dense form
+
+
+def choose_form(
+    method: Approximation, layout: Layout, is_causal: bool, in_segments: bool, before: Sums | None, return_state: bool,
+    form: Form | None, chunk: int | None,
+) -> tuple[Form, Sizes]:  # fmt: skip
+    """The cheapest form, by the multiplications that each would make."""
+    n, m, d, e, b = layout.queries, layout.keys, layout.width, layout.value_width, max(1, layout.rows)
+    r = method.size(d)
+    separable = isinstance(method, Separable)
+    # Where weights come from logits, a pair costs d and not r.
+    polynomial = (isinstance(method, Taylor) and method.basis == "symmetric") or method == Linear("identity")
+    if chunk is not None:
+        wave, unit = 2 * chunk, 4 * chunk
+    else:
+        chunk = CHUNK
+        wave = chunk * max(1, WAVE // (b * layout.group * chunk * max(r, chunk)))
+        unit = wave * max(1, UNIT // wave)
+    pair = r * 4 if separable else (d if polynomial else r)
+    rows = max(1, min(n, ROWS // max(1, b * layout.group * m * (d if separable else 1))))
+    sizes = Sizes(chunk, wave, unit, rows)
+    if form is not None:
+        return form, sizes
+    if before is not None or return_state:
+        alone = n == m == 1
+        return ("step" if alone else "chunked" if is_causal or in_segments else "linear"), sizes
+    pairs = n * m / (2 if is_causal and n == m else 1)
+    dense = pairs * (pair + e + 64)
+    linear = (n * layout.group + m) * r * (e + 32)
+    if dense < linear and not separable:
+        return "dense", sizes
+    return ("chunked" if is_causal or in_segments else "linear"), sizes
+
+
+def run_form(
+    form: Form, sizes: Sizes, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, runs: Tensor | None,
+    before: Sums | None, is_causal: bool, want_sums: bool,
+) -> tuple[Tensor, Sums | None]:  # fmt: skip
+    """(b, g, n, e), and the sums of all keys where they are wanted."""
+    n, m = q.shape[2], k.shape[1]
+    if q.shape[0] * q.shape[1] * n == 0 or (m == 0 and before is None):  # Nobody asks, or there is nothing to see.
+        sums = before
+        if want_sums and q.shape[0] and m:
+            sums = forms.summed(kernel, k, v, keep, before, sizes.wave)
+        return q.new_zeros(*q.shape[:3], v.shape[-1]), sums
+    if m == 0:
+        assert before is not None
+        return forms.reading(kernel, q, before, sizes.wave), before
+    if form == "dense":
+        return forms.dense(kernel, q, k, v, keep, runs, is_causal, sizes.rows), None
+    if form == "step":
+        return forms.step(kernel, q, k, v, keep, runs, before)
+    if not is_causal:
+        if runs is not None:
+            return forms.segmented(kernel, q, k, v, keep, runs, before, sizes.chunk)
+        return forms.linear(kernel, q, k, v, keep, before, sizes.wave)
+    if n == m:
+        return forms.chunked(kernel, q, k, v, keep, runs, before, sizes.chunk, sizes.wave, sizes.unit, want_sums)
+    return forms.uneven(kernel, q, k, v, keep, before, sizes.chunk, sizes.wave, sizes.unit, want_sums)

@@ -1,0 +1,103 @@
+"""From a method, a value that the user names, to the kernel that the forms compute with."""
+
+from collections.abc import Callable
+from math import copysign, sqrt
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from subquad._features import Exact, FeatureMap, Linear, RandomFeatures, Taylor
+from subquad._kernel import FeatureKernel, Kernel, widen
+from subquad._separable import Separable, SeparableKernel
+
+Approximation = Taylor | RandomFeatures | Linear | Separable | FeatureMap
+Method = Exact | Approximation
+
+METHODS: dict[str, Callable[[], Method]] = {
+    "exact": Exact, "taylor": Taylor, "random": RandomFeatures, "linear": Linear, "separable": Separable
+}  # fmt: skip
+
+
+def resolve(method: Method | str) -> Method:
+    """A method by its name, or itself."""
+    if isinstance(method, str):
+        if method not in METHODS:
+            raise ValueError(f"method: expected one of {', '.join(map(repr, METHODS))} or a method, got {method!r}")
+        return METHODS[method]()
+    members = all(hasattr(method, name) for name in ("positive", "size")) and callable(method)
+    if not isinstance(method, Exact | Separable) and not members:
+        raise TypeError(
+            f"method: expected a name, a method such as Taylor(2), or an object with the members of FeatureMap "
+            f"(positive, size and __call__), got {type(method).__name__}"
+        )
+    return method
+
+
+def shifted(method: Approximation, key: Tensor) -> Tensor:
+    """The keys less the method's `key_shift`: a constant, so it knows nothing of the future."""
+    shift = getattr(method, "key_shift", None)
+    if shift is None:
+        return key
+    vector = torch.tensor(shift, device=key.device, dtype=key.dtype)
+    heads = key.shape[-3]
+    if vector.shape not in ((key.shape[-1],), (heads, key.shape[-1])):
+        raise ValueError(
+            f"key_shift: expected shape {(key.shape[-1],)} or {(heads, key.shape[-1])}, got {tuple(vector.shape)}"
+        )
+    return key - (vector if vector.dim() == 1 else vector[:, None])
+
+
+def kernel_of(
+    method: Approximation, q: Tensor, k: Tensor, keep: Tensor | None, scale: float
+) -> tuple[Kernel, Tensor, Tensor]:
+    """What the forms need to know of a method, and the queries and keys that go with it."""
+    root = sqrt(abs(scale))
+    roots = (copysign(root, scale), root)
+    if isinstance(method, Separable):
+        return SeparableKernel(roots), q, k
+    if isinstance(method, Taylor):
+        series = method.series if method.basis == "symmetric" else None
+        weights = method.weights(q.shape[-1]).to(widen(q[:0]))
+        return (
+            FeatureKernel(roots, weights, lambda x, *_: (method.monomials(x), None), series, weighted=True),
+            q,
+            k,
+        )
+    if isinstance(method, Linear):
+        identity = method.activation == "identity"
+        of_logits = (lambda x: x) if identity else None
+        return (
+            FeatureKernel(roots, None, lambda x, *_: (method(x), None), of_logits, normalized=not identity),
+            q,
+            k,
+        )
+    if isinstance(method, RandomFeatures):
+        projections = method.projections(widen(q[:0]))
+        return (
+            FeatureKernel(roots, projections, lambda x, _, table: method.project(x, cast(Tensor, table))),
+            q,
+            k,
+        )
+    # A user's map may hold parameters, which only plain differentiation finds: its features are made here, once.
+    finite, key_scale = k.isfinite().all(-1), None
+    shown = finite if keep is None else finite & keep
+    q_features = _mapped(method, widen(q) * roots[0], is_query=True)[0]
+    k_features, key_scale = _mapped(method, torch.where(shown[..., None], widen(k) * roots[1], 0.0), is_query=False)
+    if key_scale is not None:
+        k_features = torch.cat([k_features, key_scale[..., None]], -1)
+    k_features = torch.where(finite[..., None], k_features, torch.nan)
+
+    def features(x: Tensor, is_query: bool, _: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        return (x, None) if is_query or key_scale is None else (x[..., :-1], x[..., -1])
+
+    return FeatureKernel((1.0, 1.0), None, features), q_features, k_features
+
+
+def _mapped(method: FeatureMap, x: Tensor, is_query: bool) -> tuple[Tensor, Tensor | None]:
+    result = method(x, is_query=is_query)
+    features, log_scale = result if isinstance(result, tuple) else (result, None)
+    expected = (*x.shape[:-1], method.size(x.shape[-1]))
+    if features.shape != expected:
+        raise ValueError(f"method: its size() promises features of shape {expected}, got {tuple(features.shape)}")
+    return features, log_scale

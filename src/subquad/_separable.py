@@ -1,0 +1,159 @@
+"""Separable attention: a normaliser per feature, so a path of its own.
+
+    out_i = sum_c softmax_c(q_i) * mean_ic,    mean_ic = sum_j exp(k_jc) v_j / sum_j exp(k_jc)    over the keys seen
+
+The weights of a row are a distribution over the keys, but their matrix has at most rank d. In the causal form each row
+has its own normaliser for each feature, and its own largest exponent top_ic, so exp(k_jc - top_ic) depends on all of
+i, j and c. `meet` computes just that. `meet_chunk` is its quick twin: it halves the chunk again and again. The later
+half of a block sees the whole earlier half, whose maximum M_c splits the exponent in two factors that cannot overflow,
+exp(k_jc - M_c) exp(M_c - top_ic), and so a product of matrices.
+
+Axes: b batch and key heads, g query heads per key head, n queries, m keys, e value width, c features = width, s blocks,
+h half a block.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from subquad._kernel import NEVER, Around, Kernel, Keys, Queries, Sums, finite, highest, inverse
+from subquad._masks import View
+
+
+@dataclass(frozen=True)
+class Separable:
+    """Softmax over the width of q times softmax over the length of k ("Efficient Attention", 2021).
+
+    >>> from subquad import attention
+    >>> attention(*torch.ones(3, 1, 2, 5, 4), method=Separable(), is_causal=True).shape
+    torch.Size([1, 2, 5, 4])
+    """
+
+    positive = True
+
+    def size(self, width: int) -> int:
+        return width
+
+
+@dataclass(frozen=True)
+class SeparableKernel(Kernel):
+    def prepare(self, keys: Keys) -> Keys:
+        """Features are the exponents; a hidden key has exp(-inf)."""
+        if keys.keep is None:
+            return keys._replace(features=keys.keys)
+        return keys._replace(features=torch.where(keys.keep[..., None], keys.keys, NEVER))
+
+    def absorb(self, keys: Keys, inside: Tensor | None) -> Sums:
+        assert keys.features is not None
+        logs, poison = keys.features, keys.poison
+        if inside is not None:
+            logs, poison = torch.where(inside[..., None], logs, NEVER), torch.where(inside, poison, 0.0)
+        top = logs.detach().amax(1)  # (b, c)
+        sums = torch.bmm((logs - finite(top)[:, None]).exp().mT, keys.values)
+        return Sums(sums + poison.sum(-1)[:, None, None], top)
+
+    def read(self, queries: Queries, sums: Sums) -> Tensor:
+        q = queries.queries
+        means = sums.values[..., :-1] * inverse(sums.values[..., -1:])
+        output = torch.bmm(q.softmax(-1).flatten(1, 2), means).reshape(*q.shape[:3], -1)
+        return output + queries.poison[..., None]
+
+    def meet(self, queries: Queries, keys: Keys, view: View, around: Around) -> Tensor:
+        assert keys.features is not None
+        q = queries.queries
+        n, m = q.shape[2], keys.features.shape[1]
+        logs, seen = keys.features[:, None].expand(-1, n, -1, -1), view.mask(n, m, q.device)  # (b, n, m, c)
+        logs = logs if seen is None else torch.where(seen[..., None], logs, NEVER)
+        top = highest(logs.detach().amax(2), around)  # (b, n, c)
+        pairs = (logs - top[:, :, None]).exp()
+        share, decays = _shares(q, top, pairs.sum(2), around)
+        w = torch.matmul(share.transpose(1, 2), pairs.mT).transpose(1, 2)  # (b, g, n, m)
+        total = torch.matmul(w, keys.values[:, None, :, :-1])
+        return _with_sums(total, queries, keys, view, share, decays, around)
+
+    def meet_chunk(self, queries: Queries, keys: Keys, view: View, around: Around) -> Tensor:
+        assert keys.features is not None
+        length = keys.features.shape[1]
+        size = 1 << (length - 1).bit_length()  # Halving needs a power of two: the rest is hidden keys.
+        grown = (0, 0, 0, size - length)
+        q, values = F.pad(queries.queries, grown), F.pad(keys.values[..., :-1], grown)
+        logs = F.pad(keys.features, grown, value=NEVER)
+        runs = None if keys.runs is None else F.pad(keys.runs, (0, size - length), value=-1)
+        ways = (False,) if view.is_causal else (False, True)  # Backwards too, where earlier rows see later keys.
+        levels = [(h, back) for h in (1 << p for p in range(size.bit_length() - 1)) for back in ways]
+
+        def halves(x: Tensor, h: int) -> Tensor:
+            return x.reshape(*x.shape[:-2], -1, 2, h, x.shape[-1])  # (..., s, 2, h, c)
+
+        halved, tops = [], logs.detach()
+        for h, back in levels:
+            sender, reader = (1, 0) if back else (0, 1)
+            sent = halves(logs, h)[..., sender, :, :]  # (b, s, h, c)
+            may_read = None
+            if runs is not None:  # Only the segment at the border between the halves is on both sides of it.
+                by_half = runs.unflatten(-1, (-1, 2, h))
+                border = by_half[..., sender, 0 if back else -1][..., None]
+                sent = torch.where((by_half[..., sender, :] == border)[..., None], sent, NEVER)
+                may_read = (by_half[..., reader, :] == border)[..., None]
+            level = sent.detach().amax(-2, keepdim=True)  # (b, s, 1, c)
+            heard = level.expand_as(sent) if may_read is None else torch.where(may_read, level, NEVER)
+            tops = torch.maximum(tops, _one_half(heard, reader, NEVER))
+            halved.append((h, sender, reader, (sent - finite(level)).exp(), level, may_read))
+        n = slice(0, length)
+        top = highest(tops, [(s, None if r is None else F.pad(r, (0, size - length))) for s, r in around])
+        own = (logs - top).exp()  # (b, n, c): what a row's own key weighs
+        normalizer, factors = own, []
+        for h, _, reader, sent, level, may_read in halved:
+            factor = (level - halves(top, h)[..., reader, :, :]).clamp(max=0.0).exp()  # (b, s, h, c)
+            factor = factor if may_read is None else torch.where(may_read, factor, 0.0)
+            factors.append(factor)
+            normalizer = normalizer + _one_half(factor * sent.sum(-2, keepdim=True), reader, 0.0)
+        share, decays = _shares(
+            q, top, normalizer, [(s, None if r is None else F.pad(r, (0, size - length))) for s, r in around]
+        )
+        total = (share * own[:, None]).sum(-1, keepdim=True) * values[:, None]
+        for (h, sender, reader, sent, _, _), factor in zip(halved, factors, strict=True):
+            asked = halves(share, h)[..., reader, :, :] * factor[:, None]  # (b, g, s, h, c)
+            w = torch.matmul(asked, sent[:, None].mT)  # (b, g, s, h, h)
+            part = torch.matmul(w, halves(values, h)[:, None, :, sender])
+            total = total + _one_half(part, reader, 0.0)
+        return _with_sums(total[:, :, n], queries, keys, view, share[:, :, n], [d[:, n] for d in decays], around)
+
+
+def _one_half(x: Tensor, half: int, rest: float) -> Tensor:
+    """(..., s, h, c) -> (..., s*2*h, c), where x fills one half of each block."""
+    other = torch.full_like(x, rest)
+    return torch.stack((x, other) if half == 0 else (other, x), -3).flatten(-4, -2)
+
+
+def _shares(q: Tensor, top: Tensor, normalizer: Tensor, around: Around) -> tuple[Tensor, list[Tensor]]:
+    """(b, g, n, c): softmax of q by the whole normaliser of each row and feature; and (b, n, c) for each of the sums
+    around, what they are scaled by."""
+    decays = []
+    for sums, may_read in around:
+        assert sums.log_scale is not None
+        decay, normal = (sums.log_scale[:, None] - top).clamp(max=0.0).exp(), sums.values[:, None, :, -1]
+        if may_read is not None:  # where, not a product with 0: the sums of another segment may be NaN.
+            decay, normal = (torch.where(may_read[..., None], x, 0.0) for x in (decay, normal))
+        decays.append(decay)
+        normalizer = normalizer + decay * normal
+    return q.softmax(-1) * inverse(normalizer)[:, None], decays
+
+
+def _with_sums(
+    total: Tensor,
+    queries: Queries,
+    keys: Keys,
+    view: View,
+    share: Tensor,
+    decays: list[Tensor],
+    around: Around,
+) -> Tensor:
+    """Add what the sums around hold for each row, and the poison."""
+    rows = share.shape[1:3]
+    for (sums, may_read), decay in zip(around, decays, strict=True):
+        part = torch.bmm((share * decay[:, None]).flatten(1, 2), sums.values[..., :-1]).unflatten(1, rows)
+        total = total + (part if may_read is None else torch.where(may_read[:, None, :, None], part, 0.0))
+    return total + (queries.poison + view.poison(keys.poison, rows[1])[:, None])[..., None]

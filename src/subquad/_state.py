@@ -1,0 +1,86 @@
+"""State: what a method remembers of the keys and values so far. A value, never hidden in a module.
+
+    linear methods   sums = sum_j phi(k_j) [v_j, 1], with the normaliser in the last column: a fixed size
+    Exact            the keys and values themselves: grows with the length
+
+A sequence cut anywhere, and resumed from its state, gives what the whole gives.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+
+@dataclass(frozen=True)
+class State:
+    """Returned by `attention(..., return_state=True)` and taken by `attention(..., state=...)`.
+
+    method: what made it. A state serves that method only.
+    length: the number of keys seen.
+    sums: (..., heads, r, e + 1), float32 or wider. NaN once a non-finite key or value was seen.
+    log_scale: what the sums must be multiplied by exp() of: (..., heads), or (..., heads, r) for `Separable`.
+    segment: (..., heads), the segment of the last key, where segments are used.
+    keys, values, keep: of `Exact`; keep marks the keys that padding does not hide. (..., heads, length, width)
+
+    >>> from subquad import attention
+    >>> q = k = v = torch.ones(2, 1, 5, 4)
+    >>> out, state = attention(q, k, v, is_causal=True, method="taylor", return_state=True)
+    >>> state
+    State(Taylor(degree=2, basis='symmetric', key_shift=None), length=5, bytes=600)
+    >>> out, state = attention(q[:, :, :1], k[:, :, :1], v[:, :, :1], is_causal=True, method="taylor",
+    ...                        state=state, return_state=True)
+    >>> state.length, state[torch.tensor([1, 1, 0])].sums.shape
+    (6, torch.Size([3, 1, 15, 5]))
+    """
+
+    method: object
+    length: int
+    sums: Tensor | None = None
+    log_scale: Tensor | None = None
+    segment: Tensor | None = None
+    keys: Tensor | None = None
+    values: Tensor | None = None
+    keep: Tensor | None = None
+
+    def to(self, device: torch.device | str) -> "State":
+        """The same state on another device."""
+        return self._map(lambda tensor: tensor.to(device))
+
+    def detach(self) -> "State":
+        """The same state without its history: gradients stop here (truncated backpropagation)."""
+        return self._map(Tensor.detach)
+
+    def __getitem__(self, index: Tensor | slice) -> "State":
+        """Select or reorder along the first dimension, the batch: for beams, an index tensor with repeats."""
+        return self._map(lambda tensor: tensor[index])
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that its tensors take."""
+        return sum(tensor.nbytes for tensor in self._tensors().values())
+
+    def __repr__(self) -> str:
+        return f"State({self.method}, length={self.length}, bytes={self.nbytes})"
+
+    def _tensors(self) -> dict[str, Tensor]:
+        named = {name: getattr(self, name) for name in _TENSORS}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> "State":
+        changed: dict[str, Any] = {name: function(tensor) for name, tensor in self._tensors().items()}
+        return replace(self, **changed)
+
+
+_TENSORS = tuple(f.name for f in fields(State) if f.name not in ("method", "length"))
+
+# Known to torch as a container of tensors, so that functions under torch.func can take and return it.
+pytree.register_pytree_node(
+    State,
+    lambda state: ([getattr(state, name) for name in _TENSORS], (state.method, state.length)),
+    lambda tensors, context: State(*context, *tensors),
+    serialized_type_name="subquad.State",
+)

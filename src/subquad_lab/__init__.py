@@ -1,0 +1,5 @@
+"""The lab: measurements, experiments and the `subquad` command, built on the library `subquad`."""
+
+
+class UsageError(ValueError):
+    """Something the user can put right: the command prints it in one line and exits with 2."""

@@ -1,0 +1,36 @@
+"""Methods named on the command line: "taylor:2" is `subquad.Taylor(degree=2)`."""
+
+from collections.abc import Callable
+from typing import Any
+
+import subquad
+from subquad_lab import UsageError
+
+# name: the method's class, the argument that may follow the colon, and how to read it.
+METHODS: dict[str, tuple[Callable[..., Any], str | None, type]] = {
+    "exact": (subquad.Exact, None, str),
+    "taylor": (subquad.Taylor, "degree", int),
+    "random": (subquad.RandomFeatures, "num_features", int),
+    "linear": (subquad.Linear, "activation", str),
+    "separable": (subquad.Separable, None, str),
+}
+
+
+def parse_method(spec: str) -> Any:
+    """Return the method that `spec` names; without a colon, the method with its defaults."""
+    name, colon, text = spec.partition(":")
+    if name not in METHODS:
+        raise UsageError(f"method {spec!r} is unknown; expected one of {', '.join(METHODS)}")
+    make, argument, read = METHODS[name]
+    if not colon:
+        return make()
+    if argument is None:
+        raise UsageError(f"method {spec!r}: {name} takes nothing after the colon")
+    try:
+        value = read(text)
+    except ValueError:
+        raise UsageError(f"method {spec!r}: {argument} must be a whole number, not {text!r}") from None
+    try:
+        return make(**{argument: value})
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"method {spec!r}: {error}") from error

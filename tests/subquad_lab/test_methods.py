@@ -1,0 +1,37 @@
+import pytest
+
+import subquad
+from subquad_lab import UsageError
+from subquad_lab.methods import parse_method
+
+
+@pytest.mark.parametrize(
+    ("spec", "method"),
+    [
+        ("exact", subquad.Exact()),
+        ("taylor", subquad.Taylor()),
+        ("taylor:4", subquad.Taylor(degree=4)),
+        ("random:64", subquad.RandomFeatures(num_features=64)),
+        ("linear:elu", subquad.Linear(activation="elu")),
+        ("separable", subquad.Separable()),
+    ],
+)
+def test_spec_names_the_method(spec, method):
+    assert parse_method(spec) == method
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("softmax", "'softmax' is unknown; expected one of exact, taylor"),
+        ("", "'' is unknown"),
+        ("taylor:two", "degree must be a whole number, not 'two'"),
+        ("taylor:", "degree must be a whole number, not ''"),
+        ("exact:2", "exact takes nothing after the colon"),
+        ("random:0", "method 'random:0': .*num_features"),
+        ("linear:tanh", "method 'linear:tanh': .*activation"),
+    ],
+)
+def test_wrong_spec_is_named(spec, message):
+    with pytest.raises(UsageError, match=message):
+        parse_method(spec)
