@@ -12,8 +12,9 @@ Axes: (..., heads, length, width). Inside: b batch and key heads, g query heads 
 d width, e value width, r features.
 """
 
+from collections.abc import Sequence
 from math import sqrt
-from typing import Literal, NamedTuple, cast, overload
+from typing import Any, Literal, NamedTuple, cast, overload
 
 import torch
 from torch import Tensor
@@ -161,10 +162,16 @@ def attend(
     return output[0] if headless else output, resumable
 
 
-CHUNK = 128
-WAVE = 1 << 19
-UNIT = 1024
-ROWS = 1 << 19
+# Measured on two cores: shorter and the interpreter costs more than the arithmetic, longer and the cache is left.
+CHUNK = 64  # tokens of a chunk
+WAVE = 1 << 13  # tokens times heads that are computed at once
+CACHE = 1 << 22  # features, of all of them together, that are made at once
+UNIT = 1024  # tokens between two states that are kept for the backward
+PAIRS = 1 << 21  # weights of the dense form that are made at once
+
+# glibc returns a large block to the system when it is freed, and takes it back page by page, until one block of such a
+# size has been freed before. This one is never written to, so it costs nothing.
+torch.empty(31 << 20, dtype=torch.uint8, device="cpu")
 
 
 class Sizes(NamedTuple):
@@ -174,6 +181,7 @@ class Sizes(NamedTuple):
     wave: int  # tokens whose chunks are computed side by side, a multiple of the chunk
     unit: int  # tokens between two kept states, a multiple of the wave
     rows: int  # rows of the dense form
+    batch: int  # batches and heads
 
 
 def choose_form(
@@ -189,12 +197,13 @@ def choose_form(
     if chunk is not None:
         wave, unit = 2 * chunk, 4 * chunk
     else:
-        chunk = CHUNK
-        wave = chunk * max(1, WAVE // (b * layout.group * chunk * max(r, chunk)))
+        chunk = max(1, min(n if n <= 2 * CHUNK else CHUNK, CACHE // r))
+        wave = chunk * max(1, min(WAVE, CACHE // max(r, chunk)) // (b * layout.group * chunk))
         unit = wave * max(1, UNIT // wave)
     pair = r * 4 if separable else (d if polynomial else r)
-    rows = max(1, min(n, ROWS // max(1, b * layout.group * m * (d if separable else 1))))
-    sizes = Sizes(chunk, wave, unit, rows)
+    rows = max(1, min(n, max(CHUNK, PAIRS // max(1, b * layout.group * m))))
+    batch = b if form is not None else max(1, min(WAVE, CACHE // max(r, chunk)) // (layout.group * chunk))
+    sizes = Sizes(chunk, wave, unit, rows, batch)
     if form is not None:
         return form, sizes
     if before is not None or return_state:
@@ -214,6 +223,8 @@ def run_form(
 ) -> tuple[Tensor, Sums | None]:  # fmt: skip
     """(b, g, n, e), and the sums of all keys where they are wanted."""
     n, m = q.shape[2], k.shape[1]
+    if q.shape[0] > sizes.batch:
+        return run_in_batches(form, sizes, kernel, q, k, v, keep, runs, before, is_causal, want_sums)
     if q.shape[0] * q.shape[1] * n == 0 or (m == 0 and before is None):  # Nobody asks, or there is nothing to see.
         sums = before
         if want_sums and q.shape[0] and m:
@@ -233,3 +244,25 @@ def run_form(
     if n == m:
         return forms.chunked(kernel, q, k, v, keep, runs, before, sizes.chunk, sizes.wave, sizes.unit, want_sums)
     return forms.uneven(kernel, q, k, v, keep, before, sizes.chunk, sizes.wave, sizes.unit, want_sums)
+
+
+def run_in_batches(
+    form: Form, sizes: Sizes, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, runs: Tensor | None,
+    before: Sums | None, is_causal: bool, want_sums: bool,
+) -> tuple[Tensor, Sums | None]:  # fmt: skip
+    """`run_form` for a few batches and heads at a time, so that what each makes stays in the cache."""
+
+    def parts(tensor: Tensor | None) -> Sequence[Tensor | None]:
+        return [None] * -(-q.shape[0] // sizes.batch) if tensor is None else tensor.split(sizes.batch)
+
+    tensors = (q, k, v, keep, runs, *(before or (None, None, None)))
+    outputs, found = [], []
+    for q_b, k_b, v_b, keep_b, runs_b, *sums_b in zip(*map(parts, tensors), strict=True):
+        own = None if before is None else Sums(*cast(Any, sums_b))
+        output, sums = run_form(form, sizes, kernel, q_b, k_b, v_b, keep_b, runs_b, own, is_causal, want_sums)
+        outputs.append(output)
+        found.append(sums)
+    if any(sums is None for sums in found):
+        return torch.cat(outputs), None
+    joined = [None if parts[0] is None else torch.cat(parts) for parts in zip(*cast(Any, found), strict=True)]
+    return torch.cat(outputs), Sums(*cast(Any, joined))

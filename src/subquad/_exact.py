@@ -43,7 +43,9 @@ def exact_attention(
     for rows in query.split(BLOCK, -2):
         here = slice(start, start + rows.shape[-2])
         row_runs = None if runs is None else runs[:, before:][:, here]
-        seen = View(is_causal, offset + start, row_runs, runs).mask(rows.shape[-2], key.shape[-2], key.device)
+        seen = None
+        if is_causal or runs is not None:
+            seen = View(is_causal, offset + start, row_runs, runs).mask(rows.shape[-2], key.shape[-2], key.device)
         if seen is not None and state is not None:
             # Keys of the state lie before every query, also where there are fewer new keys than queries.
             past = torch.arange(key.shape[-2], device=key.device) < before

@@ -164,10 +164,11 @@ def _symmetric_monomials(rows: Tensor, one: Tensor, degree: int) -> Tensor:
     blocks, previous = [one], one
     variables = rows.split(1, -2)
     for power in range(1, degree + 1):
-        previous = rows if power == 1 else torch.cat(
-            [x * previous[..., : comb(i + power - 1, power - 1), :] for i, x in enumerate(variables)], -2
-        )  # fmt: skip
-        blocks.append(previous)
+        prefixes = (previous[..., : comb(i + power - 1, power - 1), :] for i in range(len(variables)))
+        products = [rows] if power == 1 else [x * prefix for x, prefix in zip(variables, prefixes, strict=True)]
+        blocks += products
+        if power < degree:
+            previous = rows if power == 1 else torch.cat(products, -2)
     return torch.cat(blocks, -2)
 
 
@@ -268,7 +269,7 @@ class RandomFeatures:
         if self.kind == "hyperbolic":
             projected = torch.cat([projected, -projected], -1)
         largest = projected.detach().amax(-1)
-        features = (projected - (largest + (half_norm - half_norm.detach()))[..., None]).exp()
+        features = (projected - (largest + (half_norm - half_norm.detach()))[..., None]).exp_()
         return features, largest - half_norm.detach() - log(self.num_features) / 2
 
 

@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from subquad._kernel import NEVER, Kernel, Sums, absorb, merge, ready_keys, ready_queries
+from subquad._kernel import NEVER, Kernel, Keys, Sums, absorb, merge, ready_keys, ready_queries
 from subquad._masks import View
 from subquad._recompute import recomputed
 
@@ -35,18 +35,20 @@ def dense(
 ) -> Tensor:
     """Blocks of `block` rows against all the keys that they may see."""
 
-    def rows(first: int, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None,
-             row_runs: Tensor | None, runs: Tensor | None) -> tuple[Tensor]:  # fmt: skip
-        keys = ready_keys(kernel, k, v, keep, runs, mapped=not kernel.from_logits)
-        view = View(is_causal, first, row_runs, runs)
-        return (kernel.meet(ready_queries(kernel, q), keys, view, ()).to(q.dtype),)
+    def rows(first: int, kernel: Kernel, q: Tensor, keys: Tensor, values: Tensor, features: Tensor | None,
+             log_scales: Tensor | None, poison: Tensor, keep: Tensor | None, runs: Tensor | None,
+             row_runs: Tensor | None) -> tuple[Tensor]:  # fmt: skip
+        seen = Keys(keys, values, poison, keep, runs, features, log_scales)
+        return (kernel.meet(ready_queries(kernel, q), seen, View(is_causal, first, row_runs, runs), ()).to(q.dtype),)
 
+    keys = ready_keys(kernel, k, v, keep, runs, mapped=not kernel.from_logits)
     outputs: list[Tensor] = []
     start = 0
     for part, part_runs in zip(q.split(block, 2), _cut(runs, block, q.shape[2]), strict=True):
         end = min(k.shape[1], start + part.shape[2]) if is_causal else k.shape[1]
-        constants = (_until(keep, end), part_runs, _until(runs, end))
-        outputs += recomputed(kernel, partial(rows, start), (part, k[:, :end], v[:, :end]), constants)
+        floats = (_until(x, end) for x in (keys.keys, keys.values, keys.features, keys.log_scales))
+        constants = (_until(x, end) for x in (keys.poison, keys.keep, keys.runs))
+        outputs += recomputed(kernel, partial(rows, start), (part, *floats), (*constants, part_runs))
         start += part.shape[2]
     return torch.cat(outputs, 2)
 
@@ -302,7 +304,7 @@ def _halves(tensor: Tensor, first: int) -> tuple[Tensor, ...]:
 
 
 def _until(tensor: Tensor | None, end: int) -> Tensor | None:
-    return None if tensor is None else tensor[:, :end]
+    return tensor if tensor is None or tensor.shape[1] == end else tensor[:, :end]
 
 
 def _fold(count: int, q: Tensor, *others: Tensor | None) -> Any:

@@ -220,10 +220,9 @@ class FeatureKernel(Kernel):
             w = torch.bmm(weighted, keys.features.mT)
         w, top = w.unflatten(1, (g, n)), None  # (b, g, n, m)
         if keys.log_scales is not None:
-            scales, seen = keys.log_scales[:, None, :].expand(-1, n, -1), view.mask(n, w.shape[-1], w.device)
-            scales = scales if seen is None else torch.where(seen, scales, NEVER)  # (b, n, m)
-            top = highest(scales.detach().amax(-1, keepdim=True), around)  # (b, n, 1)
-            w = w * (scales - top).exp()[:, None]
+            top = highest(view.highest(keys.log_scales.detach(), n)[..., None], around)  # (b, n, 1)
+            # At most 0 where a key may be seen; the others are hidden below.
+            w = w * (keys.log_scales[:, None, :] - top).clamp(max=0.0).exp_()[:, None]
         total = torch.bmm(view.hide(w).flatten(1, 2), keys.values).unflatten(1, (g, n))
         for sums, may_read in around:
             features = self.features(flat, True, self.table)[0] if features is None else features

@@ -82,32 +82,39 @@ class View(NamedTuple):
     row_runs: Tensor | None = None  # (b, n)
     key_runs: Tensor | None = None  # (b, m)
 
-    def mask(self, n: int, m: int, device: torch.device) -> Tensor | None:
-        """(1 or b, n, m), True = may be seen; None if all."""
-        seen = torch.ones(1, n, m, dtype=torch.bool, device=device).tril(self.first) if self.is_causal else None
+    def mask(self, n: int, m: int, device: torch.device) -> Tensor:
+        """(1 or b, n, m), True = may be seen."""
+        seen = torch.ones(1, n, m, dtype=torch.bool, device=device)
+        seen = seen.tril(self.first) if self.is_causal else seen
         if self.row_runs is None or self.key_runs is None:
             return seen
-        same = self.row_runs[:, :, None] == self.key_runs[:, None, :]
-        return same if seen is None else same & seen
+        return seen & (self.row_runs[:, :, None] == self.key_runs[:, None, :])
 
     def hide(self, weights: Tensor) -> Tensor:
         """Weights (b, g, n, m) with zeros where a key may not be seen, whatever stood there."""
         if self.row_runs is None:
             return weights.tril(self.first) if self.is_causal else weights  # Far quicker than a mask.
-        seen = self.mask(weights.shape[-2], weights.shape[-1], weights.device)
-        return weights if seen is None else torch.where(seen[:, None], weights, 0.0)
+        return torch.where(self.mask(weights.shape[-2], weights.shape[-1], weights.device)[:, None], weights, 0.0)
 
     def poison(self, keys: Tensor, n: int) -> Tensor:
         """(b, n): NaN in the rows that see a NaN of keys (b, m), which are NaN or 0; else 0."""
-        m = keys.shape[-1]
         if self.row_runs is not None:
-            seen = self.mask(n, m, keys.device)
-            return (
-                keys[:, None].expand(-1, n, -1).sum(-1)
-                if seen is None
-                else torch.where(seen, keys[:, None], 0.0).sum(-1)
-            )
+            return torch.where(self.mask(n, keys.shape[-1], keys.device), keys[:, None], 0.0).sum(-1)
         if not self.is_causal:
             return keys.sum(-1, keepdim=True).expand(-1, n)
-        places = torch.arange(self.first, self.first + n, device=keys.device).clamp(max=m - 1)
-        return keys.cumsum(-1)[:, places]  # A sum with NaN in it is NaN from there on.
+        return self._by_row(keys.cumsum(-1), n)  # A sum with NaN in it is NaN from there on.
+
+    def highest(self, keys: Tensor, n: int) -> Tensor:
+        """(b, n): the largest of keys (b, m) that each row sees."""
+        if self.row_runs is not None:
+            return torch.where(self.mask(n, keys.shape[-1], keys.device), keys[:, None], float("-inf")).amax(-1)
+        if not self.is_causal:
+            return keys.amax(-1, keepdim=True).expand(-1, n)
+        return self._by_row(keys.cummax(-1).values, n)
+
+    def _by_row(self, until: Tensor, n: int) -> Tensor:
+        """Of something (b, m) that has grown key by key, what it is at each row."""
+        m = until.shape[-1]
+        if self.first == 0 and n == m:
+            return until
+        return until[:, torch.arange(self.first, self.first + n, device=until.device).clamp(max=m - 1)]

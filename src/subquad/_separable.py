@@ -64,8 +64,7 @@ class SeparableKernel(Kernel):
         assert keys.features is not None
         q = queries.queries
         n, m = q.shape[2], keys.features.shape[1]
-        logs, seen = keys.features[:, None].expand(-1, n, -1, -1), view.mask(n, m, q.device)  # (b, n, m, c)
-        logs = logs if seen is None else torch.where(seen[..., None], logs, NEVER)
+        logs = torch.where(view.mask(n, m, q.device)[..., None], keys.features[:, None], NEVER)  # (b, n, m, c)
         top = highest(logs.detach().amax(2), around)  # (b, n, c)
         pairs = (logs - top[:, :, None]).exp()
         share, decays = _shares(q, top, pairs.sum(2), around)
@@ -88,6 +87,8 @@ class SeparableKernel(Kernel):
             return x.reshape(*x.shape[:-2], -1, 2, h, x.shape[-1])  # (..., s, 2, h, c)
 
         halved, tops = [], logs.detach()
+        if runs is None:  # Then the chunk is causal: only segments are met in both ways.
+            tops = tops.cummax(1).values
         for h, back in levels:
             sender, reader = (1, 0) if back else (0, 1)
             sent = halves(logs, h)[..., sender, :, :]  # (b, s, h, c)
@@ -98,11 +99,11 @@ class SeparableKernel(Kernel):
                 sent = torch.where((by_half[..., sender, :] == border)[..., None], sent, NEVER)
                 may_read = (by_half[..., reader, :] == border)[..., None]
             level = sent.detach().amax(-2, keepdim=True)  # (b, s, 1, c)
-            heard = level.expand_as(sent) if may_read is None else torch.where(may_read, level, NEVER)
-            tops = torch.maximum(tops, _one_half(heard, reader, NEVER))
+            if may_read is not None:
+                tops = torch.maximum(tops, _one_half(torch.where(may_read, level, NEVER), reader, NEVER))
             halved.append((h, sender, reader, (sent - finite(level)).exp(), level, may_read))
-        n = slice(0, length)
-        top = highest(tops, [(s, None if r is None else F.pad(r, (0, size - length))) for s, r in around])
+        n, padded = slice(0, length), [(s, None if r is None else F.pad(r, (0, size - length))) for s, r in around]
+        top = highest(tops, padded)
         own = (logs - top).exp()  # (b, n, c): what a row's own key weighs
         normalizer, factors = own, []
         for h, _, reader, sent, level, may_read in halved:
@@ -110,9 +111,7 @@ class SeparableKernel(Kernel):
             factor = factor if may_read is None else torch.where(may_read, factor, 0.0)
             factors.append(factor)
             normalizer = normalizer + _one_half(factor * sent.sum(-2, keepdim=True), reader, 0.0)
-        share, decays = _shares(
-            q, top, normalizer, [(s, None if r is None else F.pad(r, (0, size - length))) for s, r in around]
-        )
+        share, decays = _shares(q, top, normalizer, padded)
         total = (share * own[:, None]).sum(-1, keepdim=True) * values[:, None]
         for (h, sender, reader, sent, _, _), factor in zip(halved, factors, strict=True):
             asked = halves(share, h)[..., reader, :, :] * factor[:, None]  # (b, g, s, h, c)

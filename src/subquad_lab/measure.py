@@ -142,7 +142,7 @@ def call(attend: "Attend", inputs: "Inputs", backward: bool) -> "Tensor":
 def memory_and_error(attend: "Attend", request: Request) -> tuple[int, float]:
     """Peak bytes and relative error of one call; the first of its size in this process."""
     # A small call before it pays for what torch sets up once.
-    call(attend, normal_inputs(replace(request, length=128)), request.backward)
+    call(attend, normal_inputs(replace(request, length=16)), request.backward)
     inputs = normal_inputs(request)
     outputs: list[Tensor] = []
     peak = peak_bytes(lambda: outputs.append(call(attend, inputs, request.backward)))
