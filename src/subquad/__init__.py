@@ -6,7 +6,7 @@
 torch.Size([1, 8, 512, 16])
 """
 
-from subquad._attention import attention
+from subquad._attention import attention, normalizer
 from subquad._features import Exact, FeatureMap, Linear, RandomFeatures, Taylor
 from subquad._modules import MultiheadAttention
 from subquad._replace import Replacements, replace_attention
@@ -25,5 +25,6 @@ __all__ = [
     "State",
     "Taylor",
     "attention",
+    "normalizer",
     "replace_attention",
 ]

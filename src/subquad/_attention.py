@@ -13,6 +13,7 @@ d width, e value width, r features.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import sqrt
 from typing import Any, Literal, NamedTuple, cast, overload
 
@@ -23,7 +24,7 @@ from torch.nn import functional as F
 from subquad import _forms as forms
 from subquad._exact import exact_attention
 from subquad._features import Exact, Linear, Taylor
-from subquad._kernel import Kernel, Sums
+from subquad._kernel import FeatureKernel, Kernel, Sums
 from subquad._layout import Layout, check_shapes, check_state
 from subquad._masks import is_per_query_head, key_mask, segment_runs
 from subquad._methods import Approximation, Method, kernel_of, resolve, shifted
@@ -98,12 +99,38 @@ def attention(
     return (output, cast(State, new_state)) if return_state else output
 
 
+def normalizer(
+    query: Tensor, key: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, scale: float | None = None,
+    enable_gqa: bool = False, *, method: Method | str, key_padding_mask: Tensor | None = None,
+    segment_ids: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """(..., heads, n): the sum of each row's weights, up to a positive factor per row.
+
+    Where it is not positive, the output of that row is not an average: counts such rows after the run, at the cost of
+    another call. Arguments as for `attention`.
+
+    >>> q, k = torch.randn(2, 1, 4, 100, 8, generator=torch.Generator().manual_seed(0)).mul(2).unbind()
+    >>> int((normalizer(q, k, method=Taylor(2)) <= 0).sum())
+    0
+    """
+    method = resolve(method)
+    if isinstance(method, Exact | Separable):
+        raise ValueError(f"method: the weights of {method} always sum to 1; expected a feature map")
+    ones = key.new_ones(*key.shape[:-1], 1)
+    output, _ = attend(
+        query, key, ones, attn_mask, 0.0, is_causal, scale, enable_gqa, method, key_padding_mask, segment_ids, None,
+        return_state=False, normalized=False,
+    )  # fmt: skip
+    return output.squeeze(-1)
+
+
 def attend(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, dropout_p: float, is_causal: bool,
     scale: float | None, enable_gqa: bool, method: Method, key_padding_mask: Tensor | None, segment_ids: Tensor | None,
     state: State | None, return_state: bool, form: Form | None = None, chunk: int | None = None,
+    normalized: bool = True,
 ) -> tuple[Tensor, State | None]:  # fmt: skip
-    """`attention`, where tests can also choose the form and the chunk."""
+    """`attention`, where tests can also choose the form and the chunk, and `normalizer` leaves out the division."""
     if isinstance(method, Exact):
         structured = key_padding_mask is not None or segment_ids is not None or (attn_mask is not None and is_causal)
         if state is None and not return_state and not structured:
@@ -142,6 +169,8 @@ def attend(
     with torch.autocast(device, enabled=False):  # Features, sums and normalisers are never in half precision.
         q, k, v = layout.fold_query(query), layout.fold_key(shifted(method, key)), layout.fold_key(value)
         kernel, q, k = kernel_of(method, q, k, keep, 1 / sqrt(layout.width or 1) if scale is None else scale)
+        if not normalized and isinstance(kernel, FeatureKernel):
+            kernel = replace(kernel, normalized=False)
         before = None
         if state is not None and state.sums is not None:
             run = None if runs is None else runs.new_zeros(layout.rows)

@@ -40,7 +40,8 @@ def constant(make: Table) -> Table:
     def made(*arguments: object) -> Tensor:
         return once(*arguments)
 
-    torch.compiler.assume_constant_result(made)  # Marks it.
+    # What torch.compiler.assume_constant_result does, which would import the whole compiler for it.
+    made._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return cast(Table, made)
 
 
