@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, wraps
-from math import comb, log
+from math import comb, isfinite, log
 from typing import Literal, Protocol, TypeVar, cast, runtime_checkable
 
 import torch
@@ -331,10 +331,12 @@ def _as_shift(shift: object) -> Shift | None:
     """A vector as a tuple of numbers, so that methods stay values: comparable, hashable, of no device."""
     if shift is None:
         return None
-    if isinstance(shift, tuple):  # Already one: also keeps the check, which looks at numbers, out of compiled graphs.
-        return cast(Shift, shift)
-    numbers = torch.as_tensor(shift, dtype=torch.float64)
-    if numbers.dim() not in (1, 2) or not bool(numbers.isfinite().all()):
-        raise ValueError(f"key_shift: expected finite numbers of shape (width,) or (heads, width), got {shift!r}")
-    rows = numbers.tolist()
-    return tuple(rows) if numbers.dim() == 1 else cast(Shift, tuple(map(tuple, rows)))
+    rows = shift.tolist() if isinstance(shift, Tensor) else shift
+    if isinstance(rows, list | tuple):
+        nested = [row if isinstance(row, list | tuple) else [row] for row in rows]
+        numbers = [number for row in nested for number in row]
+        flat = all(not isinstance(row, list | tuple) for row in rows)
+        alike = flat or len({len(row) for row in nested}) == 1
+        if alike and all(isinstance(number, int | float) and isfinite(number) for number in numbers):
+            return tuple(rows) if flat else cast(Shift, tuple(map(tuple, rows)))
+    raise ValueError(f"key_shift: expected finite numbers of shape (width,) or (heads, width), got {shift!r}")

@@ -39,6 +39,7 @@ def shifted(method: Approximation, key: Tensor) -> Tensor:
     shift = getattr(method, "key_shift", None)
     if shift is None:
         return key
+    key = widen(key)
     vector = torch.tensor(shift, device=key.device, dtype=key.dtype)
     heads = key.shape[-3]
     if vector.shape not in ((key.shape[-1],), (heads, key.shape[-1])):

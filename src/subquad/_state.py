@@ -80,7 +80,7 @@ _TENSORS = tuple(f.name for f in fields(State) if f.name not in ("method", "leng
 # Known to torch as a container of tensors, so that functions under torch.func can take and return it.
 pytree.register_pytree_node(
     State,
-    lambda state: ([getattr(state, name) for name in _TENSORS], (state.method, state.length)),
-    lambda tensors, context: State(*context, *tensors),
+    lambda state: (list(state._tensors().values()), (state.method, state.length, *state._tensors())),
+    lambda tensors, context: State(*context[:2], **dict(zip(context[2:], tensors, strict=True))),
     serialized_type_name="subquad.State",
 )

@@ -79,7 +79,8 @@ class FeatureMapConformance:
                     forms: tuple[Form, ...] = ("dense", "chunked")
                     for form in forms:
                         output, _ = attend(
-                            q, k, v, None, 0.0, is_causal, None, False, self.method, padding, packing, None, False, form, 4
+                            q, k, v, None, 0.0, is_causal, None, False, self.method, padding, packing, None, False,
+                            form, 4,
                         )  # fmt: skip
                         self._close(output, expected, f"{form}, causal={is_causal}")
 

@@ -1,0 +1,214 @@
+"""The one function: precision, refusals, and properties over drawn shapes."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional as F
+
+import subquad
+from reference import METHODS, reference
+from subquad import Exact, Linear, RandomFeatures, Separable, Taylor, attention, normalizer
+from subquad._attention import attend, choose_form
+from subquad._layout import check_shapes
+
+
+def draw(*shapes, seed=0, dtype=torch.float32) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes]
+
+
+@settings(max_examples=150)
+@given(
+    name=st.sampled_from([*METHODS]),
+    batch=st.lists(st.integers(0, 2), max_size=2),
+    heads=st.integers(1, 2),
+    group=st.integers(1, 2),
+    n=st.integers(0, 9),
+    m=st.integers(0, 9),
+    e=st.integers(0, 3),
+    is_causal=st.booleans(),
+    hidden=st.integers(0, 2**9 - 1),
+    chunk=st.integers(1, 5),
+    form=st.sampled_from(["dense", "chunked", None]),
+    dtype=st.sampled_from([torch.float64, torch.float32]),
+)
+def test_drawn_shapes_mean_the_same(name, batch, heads, group, n, m, e, is_causal, hidden, chunk, form, dtype) -> None:
+    shapes = (*batch, heads * group, n, 4), (*batch, heads, m, 4), (*batch, heads, m, e)
+    q, k, v = draw(*shapes, dtype=dtype)
+    keep = torch.tensor([hidden >> j & 1 == 0 for j in range(m)], dtype=torch.bool).expand(*batch, m)
+    output, _ = attend(q, k, v, None, 0.0, is_causal, None, True, METHODS[name], keep, None, None, False, form,
+                       None if form is None else chunk)  # fmt: skip
+    assert output.shape == (*batch, heads * group, n, e)
+    assert output.dtype == dtype
+    if output.numel():
+        wide = (q, k.repeat_interleave(group, -3), v.repeat_interleave(group, -3))
+        flat = [x.reshape(math.prod(batch), *x.shape[-3:]) for x in wide]
+        expected = reference(METHODS[name], *flat, is_causal, keep.reshape(math.prod(batch), m)).detach()
+        # Where the weights have both signs their sum can come close to 0, and then rounding is large too.
+        positive = METHODS[name].positive or METHODS[name] == Linear()
+        if positive or normalizer(q.double(), k.double(), is_causal=is_causal, enable_gqa=True, method=METHODS[name],
+                                  key_padding_mask=keep).abs().min() > 0.1:  # fmt: skip
+            limit = 1e-9 if dtype == torch.float64 else 3e-4
+            torch.testing.assert_close(
+                output.detach().reshape(expected.shape).double(), expected, rtol=limit, atol=limit
+            )
+
+
+@settings(max_examples=40)
+@given(name=st.sampled_from([*METHODS]), seed=st.integers(0, 1000))
+def test_the_order_of_keys_means_nothing_without_causality(name, seed) -> None:
+    q, k, v = draw((1, 2, 5, 4), (1, 2, 11, 4), (1, 2, 11, 3), seed=seed, dtype=torch.float64)
+    order = torch.randperm(11, generator=torch.Generator().manual_seed(seed))
+    a = attention(q, k, v, method=METHODS[name])
+    b = attention(q, k[:, :, order], v[:, :, order], method=METHODS[name])
+    torch.testing.assert_close(a, b, rtol=1e-7, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("name", ["taylor2", "positive", "hyperbolic", "elu", "identity", "separable", "shifted"])
+def test_half_precision_is_only_a_rounding_of_the_output(dtype, name) -> None:
+    q, k, v = draw((2, 2, 150, 4), (2, 2, 150, 4), (2, 2, 150, 3), dtype=dtype)
+    output, state = attention(q, k, v, is_causal=True, method=METHODS[name], return_state=True)
+    wide = attention(q.float(), k.float(), v.float(), is_causal=True, method=METHODS[name])
+    assert output.dtype == dtype
+    assert torch.equal(output, wide.to(dtype))
+    assert state.sums.dtype == torch.float32
+    assert attention(*(x.double() for x in (q, k, v)), method=METHODS[name]).dtype == torch.float64
+
+
+@pytest.mark.parametrize("name", ["taylor2", "positive", "elu", "separable"])
+def test_autocast_chooses_the_dtype_of_the_output_and_nothing_else(name) -> None:
+    q, k, v = draw((1, 2, 150, 4), (1, 2, 150, 4), (1, 2, 150, 3))
+    for x in (q, k, v):
+        x.requires_grad_()
+    plain = attention(q, k, v, is_causal=True, method=METHODS[name])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output = attention(q, k, v, is_causal=True, method=METHODS[name])
+        assert output.dtype == F.scaled_dot_product_attention(q, k, v).dtype == torch.bfloat16
+        assert torch.equal(output, plain.bfloat16())
+        found = torch.autograd.grad(output, q, torch.ones_like(output))[0]
+    wanted = torch.autograd.grad(plain, q, torch.ones_like(plain))[0]
+    assert torch.equal(found, wanted)
+
+
+def test_exact_is_torch_with_dropout_and_any_mask() -> None:
+    q, k, v = draw((2, 4, 6, 8), (2, 2, 9, 8), (2, 2, 9, 5))
+    bias = torch.randn(6, 9)
+    for arguments in ({}, {"is_causal": True}, {"attn_mask": bias}, {"attn_mask": bias > 0}, {"scale": 0.2}):
+        expected = F.scaled_dot_product_attention(q, k, v, enable_gqa=True, **arguments)
+        assert torch.equal(attention(q, k, v, enable_gqa=True, **arguments), expected)
+    torch.manual_seed(0)
+    expected = F.scaled_dot_product_attention(q, k, v, dropout_p=0.5, enable_gqa=True)
+    torch.manual_seed(0)
+    assert torch.equal(attention(q, k, v, dropout_p=0.5, enable_gqa=True), expected)
+
+
+def test_exact_with_masks_of_ours() -> None:
+    q, k, v = draw((2, 4, 600, 8), (2, 2, 600, 8), (2, 2, 600, 5), dtype=torch.float64)
+    keep = torch.rand(2, 600, generator=torch.Generator().manual_seed(0)) > 0.3
+    bias = draw((600, 600), dtype=torch.float64)[0]
+    causal = torch.ones(600, 600, dtype=torch.bool).tril()
+    seen = keep[:, None, None, :] & causal
+    cases = {
+        "padding": (dict(key_padding_mask=keep, is_causal=True), seen),
+        "bias": (dict(attn_mask=bias, key_padding_mask=keep, is_causal=True), torch.where(seen, bias, -torch.inf)),
+        "mask": (dict(attn_mask=bias > 0, is_causal=True), (bias > 0) & causal),
+    }
+    for arguments, mask in cases.values():
+        expected = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
+        torch.testing.assert_close(attention(q, k, v, enable_gqa=True, **arguments), expected)
+    ids = torch.arange(600).expand(2, -1) // 70
+    same = (ids[:, :, None] == ids[:, None, :])[:, None]
+    expected = F.scaled_dot_product_attention(q, k, v, same, enable_gqa=True)
+    torch.testing.assert_close(attention(q, k, v, enable_gqa=True, segment_ids=ids), expected)
+
+
+@pytest.mark.filterwarnings("ignore:Taylor")
+def test_the_normalizer_tells_which_rows_are_no_averages() -> None:
+    q, k = draw((1, 1, 400, 8), (1, 1, 400, 8))
+    found = normalizer(q * 2, k * 2, method=Taylor(3), scale=1.0)
+    x = (q * 2).double() @ (k * 2).double().mT
+    wanted = (1 + x + x**2 / 2 + x**3 / 6).sum(-1)
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-3, atol=1.0)
+    assert (found <= 0).any()
+    assert (normalizer(q * 2, k * 2, method=Taylor(2), is_causal=True) > 0).all()
+    blind = normalizer(-q.abs(), k, method=Linear("relu"))
+    assert not blind.any()
+    with pytest.raises(ValueError, match="always sum to 1"):
+        normalizer(q, k, method="separable")
+
+
+def test_the_cheaper_form_is_chosen() -> None:
+    def form(method, n, width, is_causal=True, **state):
+        layout = check_shapes(*(torch.empty(1, 8, n, width, device="meta"),) * 3, enable_gqa=False)
+        before, return_state = state.get("before"), state.get("return_state", False)
+        return choose_form(method, layout, is_causal, False, before, return_state, None, None)[0]
+
+    assert form(Taylor(2), 256, 64) == "dense"
+    assert form(Taylor(2), 65536, 64) == "chunked"
+    assert form(Taylor(2), 65536, 64, is_causal=False) == "linear"
+    assert form(Taylor(4), 65536, 64) == "dense"  # 814,385 features
+    assert form(RandomFeatures(256), 16384, 64) == "chunked"
+    assert form(Taylor(2), 1, 64, return_state=True) == "step"
+    assert form(Taylor(2), 256, 64, return_state=True) == "chunked"
+    assert form(Separable(), 256, 64) == "chunked"
+
+
+Q, K, V = draw((2, 4, 6, 8), (2, 4, 7, 8), (2, 4, 7, 5))
+_, STATE = attention(Q, K, V, method="taylor", return_state=True)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(query=Q.long()), r"query: expected floating point numbers, got torch.int64"),
+        (dict(key=K.double()), r"key: expected torch.float32 on cpu, as the query, got torch.float64"),
+        (dict(key=K[..., :4]), r"key: expected width 8, as the query, got 4"),
+        (dict(value=V[:, :, :5]), r"value: expected length 7, as the key, got 5"),
+        (dict(query=Q[0, 0, 0]), r"query: expected shape \(..., heads, length, width\), got \(8,\)"),
+        (dict(key=K[:, :3], value=V[:, :3]), r"enable_gqa=True"),
+        (dict(key=K[:, :3], value=V[:, :3], enable_gqa=True), r"key: with enable_gqa"),
+        (dict(query=Q[:1].expand(3, -1, -1, -1)), r"batch and head dimensions do not fit"),
+        (dict(attn_mask=torch.zeros(6, 7)), r"attn_mask: got torch.float32, a bias"),
+        (dict(attn_mask=torch.ones(6, 7).bool()), r"attn_mask: got shape \(6, 7\), a choice for each pair"),
+        (dict(attn_mask=torch.ones(2, 1, 1, 6).bool()), r"attn_mask: expected shape"),
+        (dict(dropout_p=0.1), r"dropout_p: expected 0, got 0.1"),
+        (dict(key_padding_mask=torch.ones(2, 7)), r"key_padding_mask: expected a boolean tensor, True = attend"),
+        (dict(key_padding_mask=torch.ones(2, 6).bool()), r"key_padding_mask: expected shape \(2, 7\) or \(2, 4, 7\)"),
+        (dict(segment_ids=torch.zeros(2, 7).long()), r"segment_ids: .* got 6 queries and 7 keys"),
+        (dict(key=Q, value=Q, segment_ids=torch.zeros(2, 6)), r"segment_ids: expected integers"),
+        (dict(method="performer"), r"method: expected one of 'exact', .*, got 'performer'"),
+        (dict(method=Taylor(2, key_shift=[1.0])), r"key_shift: expected shape \(8,\) or \(4, 8\), got \(1,\)"),
+        (dict(state=STATE, method="random"), r"state: expected one made by RandomFeatures"),
+        (dict(state=STATE[:1]), r"state: expected batch, key heads and widths \(2, 4, 5\), got \(1, 4, 5\)"),
+        (dict(state=STATE, key=Q, value=Q[..., :5], segment_ids=torch.zeros(2, 6).long()), r"made without segment_ids"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused_by_name(change, message) -> None:
+    arguments = dict(query=Q, key=K, value=V, method="taylor") | change
+    with pytest.raises(ValueError, match=message):
+        attention(**arguments)
+
+
+def test_an_object_that_is_no_method_is_named() -> None:
+    with pytest.raises(TypeError, match=r"method: .* got int"):
+        attention(Q, K, V, method=3)
+    with pytest.raises(TypeError, match=r"FeatureMap"):
+        attention(Q, K, V, method=torch.nn.Linear(8, 8))
+
+
+def test_a_state_knows_its_method_and_segments() -> None:
+    q, k, v = Q, Q.clone(), Q.clone()
+    _, state = attention(q, k, v, method=Exact(), segment_ids=torch.zeros(2, 6).long(), return_state=True)
+    with pytest.raises(ValueError, match="made with segment_ids"):
+        attention(q, k, v, method=Exact(), state=state)
+    with pytest.raises(ValueError, match=r"state: expected one made by Taylor\(degree=4"):
+        attention(q, k, v, method=Taylor(4), state=STATE)
+
+
+def test_public_names_are_few_and_exist() -> None:
+    assert len(subquad.__all__) <= 14
+    assert all(getattr(subquad, name).__doc__ for name in subquad.__all__)

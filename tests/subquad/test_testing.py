@@ -1,0 +1,98 @@
+"""Every map of ours passes the conformance suite, and the suite notices maps that break a promise."""
+
+import warnings
+
+import pytest
+import torch
+from torch import Tensor
+
+from reference import METHODS, Squares
+from subquad import FeatureMap, Separable
+from subquad.testing import FeatureMapConformance, check_feature_map
+
+MAPS = {name: method for name, method in METHODS.items() if not isinstance(method, Separable)}
+
+
+@pytest.mark.parametrize("name", MAPS)
+def test_our_maps_pass(name) -> None:
+    assert isinstance(MAPS[name], FeatureMap)
+    check_feature_map(MAPS[name], width=4)
+
+
+class TestInherited(FeatureMapConformance):
+    """One class gives a user all checks as tests."""
+
+    method = Squares()
+    width = 3
+
+
+class Honest:
+    positive = True
+
+    def size(self, width: int) -> int:
+        return width
+
+    def __call__(self, x: Tensor, *, is_query: bool) -> Tensor:
+        return x.square() + 0.1
+
+
+class WrongSize(Honest):
+    def size(self, width: int) -> int:
+        return width + 1
+
+
+class Negative(Honest):
+    def __call__(self, x: Tensor, *, is_query: bool) -> Tensor:
+        return x
+
+
+class LooksAhead(Honest):
+    """Stabilised by a maximum over all tokens: the classic leak."""
+
+    def __call__(self, x: Tensor, *, is_query: bool) -> Tensor:
+        return (x - x.amax((-1, -2), keepdim=True)).exp()
+
+
+class Overflows(Honest):
+    def __call__(self, x: Tensor, *, is_query: bool) -> Tensor:
+        return (x * 1000).exp()
+
+
+class Restless(Honest):
+    """Draws anew on every call."""
+
+    def __call__(self, x: Tensor, *, is_query: bool) -> Tensor:
+        return (x + torch.rand(())).square()
+
+
+def test_an_honest_map_passes() -> None:
+    check_feature_map(Honest(), width=3)
+
+
+@pytest.mark.parametrize("broken", [WrongSize, Negative, LooksAhead, Overflows, Restless])
+def test_the_suite_notices(broken) -> None:
+    with pytest.raises((AssertionError, ValueError)):
+        check_feature_map(broken(), width=3)
+
+
+def test_every_check_is_run_by_the_call(monkeypatch) -> None:
+    ran = []
+    names = [name for name in dir(FeatureMapConformance) if name.startswith("test_")]
+    for name in names:
+        monkeypatch.setattr(FeatureMapConformance, name, lambda self, name=name: ran.append(name))
+    check_feature_map(Honest())
+    assert ran == names
+    assert len(names) >= 9
+
+
+def test_odd_series_warn_and_even_ones_do_not() -> None:
+    from subquad import Taylor
+
+    with pytest.warns(UserWarning, match="negative"):
+        Taylor(3)
+    with pytest.warns(UserWarning, match="negative"):
+        Taylor(2, basis="diagonal")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Taylor(2)
+        Taylor(0)
