@@ -18,9 +18,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from subquad._kernel import NEVER, Kernel, Keys, Sums, absorb, merge, ready_keys, ready_queries
+from subquad._kernel import EMPTY, Kernel, Keys, Sums, absorb, merge, ready_keys, ready_queries
 from subquad._masks import View
-from subquad._recompute import recomputed
+from subquad._recompute import recomputed, scanned
 
 
 def dense(
@@ -68,10 +68,11 @@ def chunked(
     """Causal, as many queries as keys. The chunks of a `wave` are computed side by side, as far as they fit the cache;
     one state is kept per `unit`, a multiple of the wave, for the backward."""
 
-    def part(last: bool, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, values: Tensor | None,
-             log_scale: Tensor | None, keep: Tensor | None, runs: Tensor | None,
-             run: Tensor | None) -> tuple[Tensor, ...]:  # fmt: skip
-        sums, outputs = _sums((values, log_scale), run), []
+    def part(last: bool, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, values: Tensor | None, *rest: Tensor | None
+             ) -> tuple[Tensor, ...]:  # fmt: skip
+        *log_scale, keep, runs, runs_before = rest
+        run = None if runs_before is None else runs_before[:, 0]
+        sums, outputs = _sums((values, *log_scale), run), []
         waves = _cut_all(_sizes(k.shape[1], chunk, wave), q, k, v, keep, runs)
         for i, (q_w, k_w, v_w, keep_w, runs_w) in enumerate(waves):
             count = max(1, k_w.shape[1] // chunk)
@@ -90,15 +91,18 @@ def chunked(
             )
         return torch.cat(outputs, 2), *(() if last or sums is None else _tensors(sums))
 
-    sums, outputs = before, []
-    units = _cut_all(_sizes(k.shape[1], chunk, unit), q, k, v, keep, runs)
-    for i, (q_u, k_u, v_u, keep_u, runs_u) in enumerate(units):
-        last = i + 1 == len(units) and not want_sums
-        inputs, run = (q_u, k_u, v_u, *_parts(sums)), None if sums is None else sums.run
-        output, *tensors = recomputed(kernel, partial(part, last), inputs, (keep_u, runs_u, run))
-        outputs.append(output)
-        sums = _sums(tensors, None if runs_u is None else runs_u[:, -1])
-    return torch.cat(outputs, 2), sums
+    units = _sizes(k.shape[1], chunk, unit)
+    runs_before = None
+    if runs is not None:
+        first = torch.full_like(runs[:, :1], -1) if before is None or before.run is None else before.run[:, None]
+        runs_before = torch.cat([first, runs[:, :-1]], 1)
+    if len(units) == 1:
+        inputs = (q, k, v, *_parts(before))
+        output, *tensors = recomputed(kernel, partial(part, not want_sums), inputs, (keep, runs, runs_before))
+    else:
+        carry = _tensors(before or kernel.empty(k, v))
+        output, *tensors = scanned(kernel, partial(part, False), units, (q, k, v), carry, (keep, runs, runs_before))
+    return output, _sums(tensors, None if runs is None else runs[:, -1])
 
 
 def uneven(
@@ -234,11 +238,8 @@ def _prefixes(before: Sums | None, own: Sums, count: int) -> tuple[Sums, Sums]:
     """Of sums (b*s, ...) of single chunks: the sums before each chunk (b*s, ...), and those after the last (b, ...)."""
     chunks = [Sums(*parts) for parts in zip(*(_unbind(part, count) for part in own), strict=True)]
     if before is None:
-        before = Sums(
-            torch.zeros_like(chunks[0].values),
-            None if chunks[0].log_scale is None else torch.full_like(chunks[0].log_scale, NEVER),
-            None if chunks[0].run is None else chunks[0].run - 1,
-        )
+        nothing = (None if x is None else torch.full_like(x, fill) for x, fill in zip(chunks[0], EMPTY, strict=True))
+        before = Sums(*cast(Any, nothing))
     found = [before]
     for chunk in chunks:
         found.append(merge(found[-1], chunk))

@@ -50,6 +50,8 @@ class Sums(NamedTuple):
     run: Tensor | None = None  # (b,)
 
 
+EMPTY = (0.0, NEVER, -1)  # The values, log-scale and run of no keys at all.
+
 Around = Sequence[tuple[Sums, Tensor | None]]  # sums beside a block, each with the rows (b, n) that may read them
 
 
@@ -71,6 +73,10 @@ class Kernel(ABC):
     @abstractmethod
     def absorb(self, keys: Keys, inside: Tensor | None) -> Sums:
         """The sum of prepared keys; of those `inside` (b, m), if given."""
+
+    @abstractmethod
+    def empty(self, k: Tensor, v: Tensor) -> Sums:
+        """The sums of no keys, for keys like k and values like v."""
 
     @abstractmethod
     def read(self, queries: Queries, sums: Sums) -> Tensor:
@@ -176,6 +182,8 @@ class FeatureKernel(Kernel):
     of_logits: Callable[[Tensor], Tensor] | None = None  # phi(q).phi(k) from q.k, where that is cheaper than features
     weighted: bool = False  # whether the table (r,) is what each feature's product counts for
     normalized: bool = True
+    size: int = 0  # r
+    scaled: bool = False  # whether keys have a log-scale
 
     @property
     def from_logits(self) -> bool:
@@ -202,6 +210,10 @@ class FeatureKernel(Kernel):
         if self.weighted and self.table is not None:
             return Sums(torch.addcmul(sick, sums, self.table[:, None]), scale)
         return Sums(sums + sick, scale)
+
+    def empty(self, k: Tensor, v: Tensor) -> Sums:
+        values = widen(v).new_zeros(v.shape[0], self.size, v.shape[-1] + 1)
+        return Sums(values, values.new_full((v.shape[0], 1), NEVER) if self.scaled else None)
 
     def read(self, queries: Queries, sums: Sums) -> Tensor:
         q = queries.queries

@@ -1,8 +1,9 @@
 """From a method, a value that the user names, to the kernel that the forms compute with."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from math import copysign, sqrt
-from typing import cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,42 +58,33 @@ def kernel_of(
     roots = (copysign(root, scale), root)
     if isinstance(method, Separable):
         return SeparableKernel(roots), q, k
+    kernel = FeatureKernel(roots, size=method.size(q.shape[-1]))
+    features: Callable[[Tensor, bool, Any], tuple[Tensor, Tensor | None]]
     if isinstance(method, Taylor):
-        series = method.series if method.basis == "symmetric" else None
         weights = method.weights(q.shape[-1]).to(widen(q[:0]))
-        return (
-            FeatureKernel(roots, weights, lambda x, *_: (method.monomials(x), None), series, weighted=True),
-            q,
-            k,
-        )
+        series = method.series if method.basis == "symmetric" else None
+        features = lambda x, *_: (method.monomials(x), None)
+        return replace(kernel, table=weights, features=features, of_logits=series, weighted=True), q, k
     if isinstance(method, Linear):
         identity = method.activation == "identity"
         of_logits = (lambda x: x) if identity else None
-        return (
-            FeatureKernel(roots, None, lambda x, *_: (method(x), None), of_logits, normalized=not identity),
-            q,
-            k,
-        )
+        features = lambda x, *_: (method(x), None)
+        return replace(kernel, features=features, of_logits=of_logits, normalized=not identity), q, k
     if isinstance(method, RandomFeatures):
         projections = method.projections(widen(q[:0]))
-        return (
-            FeatureKernel(roots, projections, lambda x, _, table: method.project(x, cast(Tensor, table))),
-            q,
-            k,
-        )
+        features = lambda x, _, table: method.project(x, table)
+        return replace(kernel, table=projections, features=features, scaled=True), q, k
     # A user's map may hold parameters, which only plain differentiation finds: its features are made here, once.
-    finite, key_scale = k.isfinite().all(-1), None
+    finite = k.isfinite().all(-1)
     shown = finite if keep is None else finite & keep
-    q_features = _mapped(method, widen(q) * roots[0], is_query=True)[0]
-    k_features, key_scale = _mapped(method, torch.where(shown[..., None], widen(k) * roots[1], 0.0), is_query=False)
-    if key_scale is not None:
-        k_features = torch.cat([k_features, key_scale[..., None]], -1)
-    k_features = torch.where(finite[..., None], k_features, torch.nan)
-
-    def features(x: Tensor, is_query: bool, _: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        return (x, None) if is_query or key_scale is None else (x[..., :-1], x[..., -1])
-
-    return FeatureKernel((1.0, 1.0), None, features), q_features, k_features
+    q, _ = _mapped(method, widen(q) * roots[0], is_query=True)
+    k, log_scale = _mapped(method, torch.where(shown[..., None], widen(k) * roots[1], 0.0), is_query=False)
+    scaled = log_scale is not None
+    if log_scale is not None:
+        k = torch.cat([k, log_scale[..., None]], -1)
+    features = lambda x, is_query, _: (x[..., :-1], x[..., -1]) if scaled and not is_query else (x, None)
+    kernel = replace(kernel, root_scale=(1.0, 1.0), features=features, scaled=scaled)
+    return kernel, q, torch.where(finite[..., None], k, torch.nan)
 
 
 def _mapped(method: FeatureMap, x: Tensor, is_query: bool) -> tuple[Tensor, Tensor | None]:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from subquad._kernel import NEVER, Around, Kernel, Keys, Queries, Sums, finite, highest, inverse
+from subquad._kernel import NEVER, Around, Kernel, Keys, Queries, Sums, finite, highest, inverse, widen
 from subquad._masks import View
 
 
@@ -53,6 +53,10 @@ class SeparableKernel(Kernel):
         top = logs.detach().amax(1)  # (b, c)
         sums = torch.bmm((logs - finite(top)[:, None]).exp().mT, keys.values)
         return Sums(sums + poison.sum(-1)[:, None, None], top)
+
+    def empty(self, k: Tensor, v: Tensor) -> Sums:
+        values = widen(v).new_zeros(v.shape[0], k.shape[-1], v.shape[-1] + 1)
+        return Sums(values, values.new_full(values.shape[:2], NEVER))
 
     def read(self, queries: Queries, sums: Sums) -> Tensor:
         q = queries.queries
