@@ -13,6 +13,7 @@ d width, e value width, r features.
 """
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from math import sqrt
 from typing import Any, Literal, NamedTuple, cast, overload
@@ -164,9 +165,11 @@ def attend(
         return output[0] if headless else output, new_state
 
     keep = key_mask(layout, key_padding_mask, attn_mask)
-    device = query.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
-    with torch.autocast(device, enabled=False):  # Features, sums and normalisers are never in half precision.
+    device, dtype = query.device.type, query.dtype
+    off: AbstractContextManager[None] = nullcontext()
+    if torch.is_autocast_enabled(device):  # Features, sums and normalisers are never in half precision.
+        dtype, off = torch.get_autocast_dtype(device), torch.autocast(device, enabled=False)
+    with off:
         q, k, v = layout.fold_query(query), layout.fold_key(shifted(method, key)), layout.fold_key(value)
         kernel, q, k = kernel_of(method, q, k, keep, 1 / sqrt(layout.width or 1) if scale is None else scale)
         if not normalized and isinstance(kernel, FeatureKernel):

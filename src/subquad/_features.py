@@ -144,16 +144,16 @@ class Taylor:
             return torch.cat([one, *(rows**power for power in range(1, self.degree + 1))], -2).mT
         return _symmetric_monomials(rows, one, self.degree).mT
 
-    def weights(self, width: int) -> Tensor:
-        """(r,) float64: what the product of two monomials counts for, the inverse of the exponents' factorials."""
+    def weights(self, x: Tensor) -> Tensor:
+        """(r,), for inputs like x: what the product of two monomials counts for, 1 / the exponents' factorials."""
         if self.basis == "diagonal":
             powers = torch.arange(self.degree + 1, dtype=torch.float64)
             factorials = torch.lgamma(powers + 1).exp().round()
-            return torch.cat([factorials[:1], factorials[1:].repeat_interleave(width)]).reciprocal()
-        return _symmetric_weights(width, self.degree)
+            return torch.cat([factorials[:1], factorials[1:].repeat_interleave(x.shape[-1])]).reciprocal().to(x)
+        return _symmetric_weights(x.shape[-1], self.degree, x.dtype, x.device)
 
     def __call__(self, x: Tensor, *, is_query: bool = False) -> Tensor:
-        return self.monomials(x) * self.weights(x.shape[-1]).sqrt().to(x)
+        return self.monomials(x) * self.weights(x).sqrt()
 
 
 def _symmetric_monomials(rows: Tensor, one: Tensor, degree: int) -> Tensor:
@@ -174,8 +174,8 @@ def _symmetric_monomials(rows: Tensor, one: Tensor, degree: int) -> Tensor:
 
 
 @constant
-def _symmetric_weights(width: int, degree: int) -> Tensor:
-    """(C(width+degree, degree),) float64: 1 / prod of factorials of the exponents, in the order of the monomials."""
+def _symmetric_weights(width: int, degree: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """(C(width+degree, degree),): 1 / prod of factorials of the exponents, in the order of the monomials."""
     factorial = torch.ones(1, dtype=torch.float64)
     largest = torch.full((1,), -1)  # The monomial 1 has no variable.
     count = torch.zeros(1, dtype=torch.float64)  # How often the largest variable stands in the monomial.
@@ -190,7 +190,7 @@ def _symmetric_weights(width: int, degree: int) -> Tensor:
             break
         factorial, largest, count = (torch.cat(parts) for parts in zip(*blocks, strict=True))
         factorials.append(factorial)
-    return torch.cat(factorials).reciprocal()
+    return torch.cat(factorials).reciprocal().to(device, dtype)
 
 
 @dataclass(frozen=True)
@@ -242,7 +242,7 @@ class RandomFeatures:
 
     def draw(self, width: int) -> Tensor:
         """(rows, width) float64 on the CPU: the projections, always the same for one (seed, width, num_features)."""
-        return _draw(self.rows, width, self.orthogonal, self.seed).clone()
+        return _draw(self.rows, width, self.orthogonal, self.seed, torch.float64, torch.device("cpu")).clone()
 
     def redraw(self, seed: int) -> "RandomFeatures":
         """The same method with other projections."""
@@ -252,7 +252,7 @@ class RandomFeatures:
         """(rows, width): the matrix for inputs like x."""
         width = x.shape[-1]
         if self.matrix is None:
-            return _draw(self.rows, width, self.orthogonal, self.seed).to(x)
+            return _draw(self.rows, width, self.orthogonal, self.seed, x.dtype, x.device)
         if self.matrix.shape != (self.rows, width):
             raise ValueError(f"matrix: expected shape {(self.rows, width)}, got {tuple(self.matrix.shape)}")
         return self.matrix.to(x)
@@ -275,8 +275,8 @@ class RandomFeatures:
 
 
 @constant
-def _draw(rows: int, width: int, orthogonal: bool, seed: int) -> Tensor:
-    """(rows, width) float64. Python's generator, because torch's may not be called inside `torch.func.vmap`."""
+def _draw(rows: int, width: int, orthogonal: bool, seed: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """(rows, width). By Python's generator, because torch's may not be called inside `torch.func.vmap`."""
     generator = random.Random(seed)
 
     def normal(count: int) -> Tensor:
@@ -284,14 +284,14 @@ def _draw(rows: int, width: int, orthogonal: bool, seed: int) -> Tensor:
         return torch.tensor(values, dtype=torch.float64).reshape(count, width)
 
     if not orthogonal or width == 0:
-        return normal(rows)
+        return normal(rows).to(device, dtype)
     blocks = []
     for start in range(0, rows, width):
         basis, triangle = torch.linalg.qr(normal(width))
         # Householder's basis is uniform only once the signs of the triangle's diagonal are taken out.
         directions = (basis * triangle.diagonal().sign()).mT[: rows - start]
         blocks.append(directions * normal(len(directions)).norm(dim=-1, keepdim=True))
-    return torch.cat(blocks)
+    return torch.cat(blocks).to(device, dtype)
 
 
 @dataclass(frozen=True)

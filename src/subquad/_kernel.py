@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from subquad._masks import View
 
@@ -89,6 +90,10 @@ class Kernel(ABC):
     def meet_chunk(self, queries: Queries, keys: Keys, view: View, around: Around) -> Tensor:
         """`meet`, for a chunk that meets itself: a kernel may know a quicker way."""
         return self.meet(queries, keys, view, around)
+
+    def advance(self, q: Tensor, k: Tensor, v: Tensor, before: Sums) -> tuple[Tensor, Sums] | None:
+        """A step that hides nothing, in as few operations as the kernel can; None if it knows no quicker way."""
+        return None
 
     @property
     def from_logits(self) -> bool:
@@ -244,6 +249,24 @@ class FeatureKernel(Kernel):
                 part = part * (sums.log_scale[:, None] - top).clamp(max=0.0).exp()[:, None]
             total = total + (part if may_read is None else torch.where(may_read[:, None, :, None], part, 0.0))
         return self._finish(total, queries.poison + view.poison(keys.poison, n)[:, None])
+
+    def advance(self, q: Tensor, k: Tensor, v: Tensor, before: Sums) -> tuple[Tensor, Sums] | None:
+        """Query and key go through the map together. What is not finite poisons the sums, and this row reads them."""
+        if q.shape[-1] != k.shape[-1]:  # A user's map with a log-scale: its keys have a column more.
+            return None
+        q, k, v = widen(q) * self.root_scale[0], widen(k) * self.root_scale[1], widen(v)
+        tokens = torch.cat([k, q.flatten(1, 2)], 1)  # (b, 1 + g, d)
+        features, scales = self.features(tokens, False, self.table)
+        poison = _poison(tokens)
+        value, old, scale = F.pad(v, (0, 1), value=1.0) + (poison[:, :1] + _poison(v))[..., None], before.values, None
+        if scales is not None and before.log_scale is not None:
+            scale = torch.maximum(before.log_scale, scales[:, :1].detach())
+            value = value * (scales[:, :1] - scale).exp()[..., None]
+            old = old * (before.log_scale - scale).exp()[..., None]
+        key = features[:, :1] * self.table if self.weighted and self.table is not None else features[:, :1]
+        sums = torch.baddbmm(old, key.mT, value)
+        total = torch.bmm(features[:, 1:], sums).unflatten(1, q.shape[1:3])
+        return self._finish(total, poison[:, 1:].unflatten(1, q.shape[1:3])), Sums(sums, scale)
 
     def _finish(self, total: Tensor, poison: Tensor) -> Tensor:
         """(b, g, n, e + 1) -> (b, g, n, e): divide by the normaliser, and poison (b, g, n)."""

@@ -82,9 +82,10 @@ def check_shapes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) ->
             f"key: with enable_gqa a number of heads that divides the query's {heads} is expected, the same for key "
             f"and value; got {key_heads} and {value_heads}"
         )
-    try:
-        batch = torch.broadcast_shapes(*(x.shape[:-3] for x in named.values()))
-        if not enable_gqa:
+    batches = [x.shape[:-3] for x in named.values()]
+    try:  # torch.broadcast_shapes takes longer than a whole decoding step has.
+        batch = batches[0] if batches[0] == batches[1] == batches[2] else torch.broadcast_shapes(*batches)
+        if not enable_gqa and not heads == key_heads == value_heads:
             shared = torch.broadcast_shapes((key_heads,), (value_heads,))[0]
             heads = torch.broadcast_shapes((heads,), (shared,))[0]
             key_heads = shared if shared == 1 else heads

@@ -61,7 +61,7 @@ def kernel_of(
     kernel = FeatureKernel(roots, size=method.size(q.shape[-1]))
     features: Callable[[Tensor, bool, Any], tuple[Tensor, Tensor | None]]
     if isinstance(method, Taylor):
-        weights = method.weights(q.shape[-1]).to(widen(q[:0]))
+        weights = method.weights(widen(q[:0]))
         series = method.series if method.basis == "symmetric" else None
         features = lambda x, *_: (method.monomials(x), None)
         return replace(kernel, table=weights, features=features, of_logits=series, weighted=True), q, k

@@ -43,7 +43,7 @@ def test_each_feature_is_a_weighted_monomial() -> None:
         for c in exponents(3, 4)
     ]
     assert sorted(Taylor(4)(x)[0].tolist()) == pytest.approx(sorted(wanted), abs=1e-14)
-    assert len(_symmetric_weights(3, 4)) == math.comb(7, 4)
+    assert len(_symmetric_weights(3, 4, torch.float64, torch.device("cpu"))) == math.comb(7, 4)
 
 
 @pytest.mark.filterwarnings("ignore:Taylor")
@@ -119,7 +119,8 @@ def test_drawing_leaves_the_global_generator_alone_and_is_kept() -> None:
     drawn.zero_()  # A copy: the kept one does not change.
     assert method.draw(5).abs().sum() > 0
     assert torch.equal(before, torch.get_rng_state())
-    assert _draw(12, 5, True, 99) is _draw(12, 5, True, 99)
+    kept = (12, 5, True, 99, torch.float64, torch.device("cpu"))
+    assert _draw(*kept) is _draw(*kept)
 
 
 def test_a_stored_matrix_replaces_the_draw() -> None:

@@ -1,0 +1,173 @@
+"""Break the library on purpose, one small break at a time, and count the breaks that the tests notice.
+
+    python tools/mutants.py [--count 200] [--seed 0] [--jobs 2] [--only _kernel.py] [--out FILE]
+
+A mutant is the library with one expression changed; `mutations.py` says how. Each runs in a process of its own against
+the quick tests, and if it survives them against the slow ones. It is caught when a test fails, or the process dies, or
+takes far longer than without a change. The exit code is 1 if fewer than 90 % are caught, 2 if the tests fail anyway.
+"""
+
+import argparse
+import os
+import resource
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from importlib.util import spec_from_file_location
+from pathlib import Path
+from types import CodeType
+
+from mutations import Mutant, make_mutants
+from rich.progress import Progress
+
+ROOT = Path(__file__).resolve().parents[1]
+CORE = [
+    "_attention.py", "_exact.py", "_features.py", "_forms.py", "_kernel.py", "_layout.py", "_masks.py", "_methods.py",
+    "_recompute.py", "_separable.py", "_state.py",
+]  # fmt: skip
+QUICK = ["tests/test_tiny.py"]
+SLOW = [f"tests/subquad/test_{name}.py" for name in ("attention", "features", "state")]
+GOAL = 0.9
+PATIENCE, SECONDS = 5, 20  # A mutant may take so many times as long as none, and so many seconds in any case.
+MEMORY = 8 << 30  # bytes of address space; the tests need one eighth of it
+OUTCOMES = {0: "survived", 1: "quick tests", 2: "slow tests", -signal.SIGALRM: "time-out"}  # by exit code
+
+Stages = Sequence[tuple[list[str], float]]  # tests, and the seconds that they may take
+
+
+class Planted(SourceFileLoader):
+    """Finds and loads one module with another source than its file's."""
+
+    def __init__(self, name: str, mutant: Mutant) -> None:
+        super().__init__(name, str(mutant.path))
+        self.source = mutant.source
+
+    def find_spec(self, name: str, *_: object) -> ModuleSpec | None:
+        return spec_from_file_location(name, self.path, loader=self) if name == self.name else None
+
+    def get_code(self, fullname: str) -> CodeType:  # The base's would look into the cache of compiled files.
+        return compile(self.source, self.path, "exec")
+
+
+def start(mutant: Mutant | None, stages: Stages) -> int:
+    """The id of a process that runs the tests of each stage, for so many seconds at most, until one of them fails.
+
+    Its exit code is the number of that stage, or 0. It is a copy of this process, which has loaded torch, but not the
+    library.
+    """
+    if process := os.fork():
+        return process
+
+    def fails(tests: list[str], seconds: float) -> bool:
+        signal.setitimer(signal.ITIMER_REAL, seconds)  # Its signal ends the process, wherever it hangs.
+        return import_module("pytest").main([*tests, "-x", "-q", "-p", "no:cacheprovider"]) != 0
+
+    code = 1
+    try:
+        null = os.open(os.devnull, os.O_RDWR)
+        for stream in range(3):
+            os.dup2(null, stream)
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+        if mutant is not None:
+            sys.meta_path.insert(0, Planted(f"subquad.{mutant.path.stem}", mutant))
+        code = next((number for number, stage in enumerate(stages, 1) if fails(*stage)), 0)
+    finally:
+        os._exit(code)
+
+
+def run(mutants: Sequence[Mutant], stages: Stages, jobs: int) -> Iterator[tuple[Mutant, int]]:
+    """Each mutant with its exit code, `jobs` of them at a time."""
+    waiting, running = list(reversed(mutants)), {}
+    while waiting or running:
+        while waiting and len(running) < jobs:
+            mutant = waiting.pop()
+            running[start(mutant, stages)] = mutant
+        process, status = os.wait()
+        yield running.pop(process), os.waitstatus_to_exitcode(status)
+
+
+def measured(groups: Sequence[list[str]]) -> Stages:
+    """Each group of tests with its time limit, from a run without any mutation; none if that fails."""
+    stages = []
+    for tests in groups:
+        begin = time.monotonic()
+        start(None, [(tests, 600)])
+        if os.wait()[1] != 0:
+            print("They fail, or take too long, without any mutation: python -m pytest", *tests, file=sys.stderr)
+            return []
+        seconds = time.monotonic() - begin
+        print(f"{seconds:.1f} s without a mutation: {' '.join(tests)}", flush=True)
+        stages.append((tests, max(SECONDS, PATIENCE * seconds)))
+    return stages
+
+
+def shown(results: Iterator[tuple[Mutant, int]], total: int) -> Iterator[tuple[Mutant, int]]:
+    """The same results, with a bar on a terminal and a line for each elsewhere."""
+    terminal = sys.stdout.isatty()
+    # No refreshing in a thread: a process that is copied in the middle of it would inherit its locks.
+    with Progress(*Progress.get_default_columns(), auto_refresh=False, disable=not terminal) as bar:
+        task = bar.add_task("mutants", total=total)
+        for number, (mutant, code) in enumerate(results, 1):
+            if terminal:
+                bar.update(task, advance=1, refresh=True)
+            else:
+                outcome = OUTCOMES.get(code, "crash")
+                print(f"{number}/{total} {mutant.path.name}:{mutant.line} {outcome}", flush=True)
+            yield mutant, code
+
+
+def report(results: Sequence[tuple[Mutant, int]], seed: int) -> str:
+    """Markdown: how many were caught, in which files and by what; and those that were not."""
+    of, caught = (Counter(m.path.name for m, code in results if code or every) for every in (True, False))
+    by = Counter(OUTCOMES.get(code, "crash") for _, code in results if code)
+    survivors = [mutant for mutant, code in results if not code]
+    share = caught.total() / of.total()
+    lines = [
+        "# Mutants\n",
+        f"Caught: {caught.total()} of {of.total()}, {share:.1%}, with seed {seed}; the goal is {GOAL:.0%}. "
+        f"By {', '.join(f'{name}: {count}' for name, count in by.most_common())}.\n",
+        "| file | caught | of |\n|---|---:|---:|",
+        *(f"| {name} | {caught[name]} | {of[name]} |" for name in of),
+    ]
+    if survivors:
+        lines += ["\nSurvivors:\n\n```text"]
+        lines += [f"{m.path.name}:{m.line}\n    {m.before}\n -> {m.after}" for m in survivors] + ["```"]
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=200, help="how many mutants (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of their choice (%(default)s)")
+    parser.add_argument("--jobs", type=int, default=2, help="how many run at a time (%(default)s)")
+    parser.add_argument("--only", metavar="FILE", choices=CORE, help="mutate this file alone")
+    parser.add_argument("--out", metavar="FILE", type=Path, help="write the result there too, as Markdown")
+    options = parser.parse_args()
+    if min(options.count, options.jobs) < 1:
+        parser.error(f"--count, --jobs: expected 1 or more, got {options.count} and {options.jobs}")
+    out = options.out and options.out.resolve()
+    os.chdir(ROOT)
+    sys.dont_write_bytecode = True  # The tree stays as it is.
+    with tempfile.TemporaryDirectory() as os.environ["HYPOTHESIS_STORAGE_DIRECTORY"]:
+        for name in ("torch", "torch._dynamo", "numpy", "pytest", "hypothesis"):  # Once, for all the processes to come.
+            import_module(name)
+        sys.modules["torch"].set_num_threads(1)  # A copy of a process has none of its threads.
+        if not (stages := measured([tests for tests in (QUICK, [*filter(os.path.exists, SLOW)]) if tests])):
+            return 2
+        paths = [ROOT / "src/subquad" / name for name in ([options.only] if options.only else CORE)]
+        mutants = make_mutants(paths, options.count, options.seed)
+        results = sorted(shown(run(mutants, stages, options.jobs), len(mutants)))
+    text = report(results, options.seed)
+    print(text)
+    if out:
+        out.write_text(text + "\n")
+    return int(sum(code != 0 for _, code in results) < GOAL * len(results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
