@@ -25,14 +25,14 @@ from torch.nn import functional as F
 from subquad import _forms as forms
 from subquad._exact import exact_attention
 from subquad._features import Exact, Linear, Taylor
-from subquad._kernel import FeatureKernel, Kernel, Sums
+from subquad._kernel import FeatureKernel, Kernel, Sums, widen
 from subquad._layout import Layout, check_shapes, check_state
-from subquad._masks import is_per_query_head, key_mask, segment_runs
+from subquad._masks import is_per_query_head, key_mask, refuse_unfactored, segment_runs
 from subquad._methods import Approximation, Method, kernel_of, resolve, shifted
 from subquad._separable import Separable
 from subquad._state import State
 
-Form = Literal["dense", "linear", "chunked", "step"]
+Form = Literal["dense", "chunked", "step"]
 
 
 @overload
@@ -81,7 +81,7 @@ def attention(
     key_padding_mask: (..., m), True = attend; also (..., key heads, m).
     segment_ids: (..., n), integers, with n = m: tokens see their own segment only, a run of equal ids.
     state: what an earlier call returned; its keys come before these. return_state: also return the new state.
-    Returns (..., heads, n, e), in the dtype of the query; a row that sees no key is 0.
+    Returns (..., heads, n, e), in the dtype of the query, or of autocast; a row that sees no key is 0.
 
     >>> q, k, v = torch.randn(3, 2, 8, 1000, 16).unbind()
     >>> attention(q, k, v, is_causal=True, method=Taylor(2)).shape
@@ -117,6 +117,7 @@ def normalizer(
     method = resolve(method)
     if isinstance(method, Exact | Separable):
         raise ValueError(f"method: the weights of {method} always sum to 1; expected a feature map")
+    query, key = widen(query), widen(key)
     ones = key.new_ones(*key.shape[:-1], 1)
     output, _ = attend(
         query, key, ones, attn_mask, 0.0, is_causal, scale, enable_gqa, method, key_padding_mask, segment_ids, None,
@@ -131,55 +132,75 @@ def attend(
     state: State | None, return_state: bool, form: Form | None = None, chunk: int | None = None,
     normalized: bool = True,
 ) -> tuple[Tensor, State | None]:  # fmt: skip
-    """`attention`, where tests can also choose the form and the chunk, and `normalizer` leaves out the division."""
+    """`attention`, where tests can also choose the form and the chunk, and `normalizer` leaves out the division.
+
+    form "chunked" stands for "linear" too: whichever of the two the masks ask for.
+    """
     if isinstance(method, Exact):
         structured = key_padding_mask is not None or segment_ids is not None or (attn_mask is not None and is_causal)
         if state is None and not return_state and not structured:
             return F.scaled_dot_product_attention(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             ), None  # fmt: skip
-    elif dropout_p > 0:
+    elif dropout_p != 0:
         raise ValueError(
             f"dropout_p: expected 0, got {dropout_p}: dropout on the weights has no linear form. "
             'Use method="exact", or dropout on the output.'
         )
+    device, stateful = query.device.type, state is not None or return_state
+    autocast = torch.is_autocast_enabled(device) and query.dtype != torch.float64
+    if autocast and not isinstance(method, Exact):  # It makes inputs of different precision alike.
+        query, key, value = widen(query), widen(key), widen(value)
     layout = check_shapes(query, key, value, enable_gqa)
-    check_state(state, method, layout, segment_ids is not None)
+    check_state(state, method, layout, segment_ids is not None, query.dtype)
     headless = query.dim() == 2
     query, key, value = (x[None] if x.dim() == 2 else x for x in (query, key, value))
-    if is_per_query_head(attn_mask, layout) and not isinstance(method, Exact):
+    for_keys = (
+        attn_mask is not None and attn_mask.dtype == torch.bool and (attn_mask.dim() < 2 or attn_mask.shape[-2] == 1)
+    )
+    if attn_mask is not None and not for_keys and (state is not None or not isinstance(method, Exact)):
+        refuse_unfactored(attn_mask, isinstance(method, Exact))
+    if not isinstance(method, Exact):
+        key = shifted(method, key, layout.key_heads)
+    if is_per_query_head(attn_mask, layout) and (state is not None or not isinstance(method, Exact)):
+        if stateful:
+            raise ValueError(
+                "attn_mask: expected the same for all query heads that share a key head, where a state is used; "
+                "key_padding_mask takes one per key head"
+            )
         # Query heads that share a key head see different keys: each gets its own copy of the head.
-        if state is not None or return_state:
-            raise ValueError("attn_mask: expected one mask per key head where a state is used, got one per query head")
         key, value = (x.repeat_interleave(layout.group, -3) for x in (key, value))
-        layout = check_shapes(query, key, value, enable_gqa=False)
+        layout = check_shapes(query.to(key.dtype), key, value.to(key.dtype), enable_gqa=False)
     runs = last_segment = None
     if segment_ids is not None:
         runs, last_segment = segment_runs(layout, segment_ids, None if state is None else state.segment)
 
     if isinstance(method, Exact):
+        # A state remembers which keys are hidden from all queries; any other mask is for this call alone.
+        remembered = stateful and for_keys and not is_per_query_head(attn_mask, layout)
+        keep = key_mask(layout, key_padding_mask, attn_mask if remembered else None)
         output, new_state = exact_attention(
-            layout, query, key, value, attn_mask=attn_mask, keep=key_mask(layout, key_padding_mask, None), runs=runs,
+            layout, query, key, value, attn_mask=None if remembered else attn_mask, keep=keep, runs=runs,
             last_segment=last_segment, state=state, dropout_p=dropout_p, is_causal=is_causal, scale=scale,
         )  # fmt: skip
         return output[0] if headless else output, new_state
 
     keep = key_mask(layout, key_padding_mask, attn_mask)
-    device, dtype = query.device.type, query.dtype
-    off: AbstractContextManager[None] = nullcontext()
-    if torch.is_autocast_enabled(device):  # Features, sums and normalisers are never in half precision.
-        dtype, off = torch.get_autocast_dtype(device), torch.autocast(device, enabled=False)
+    dtype = torch.get_autocast_dtype(device) if autocast else query.dtype
+    # Features, sums and normalisers are never in half precision.
+    off: AbstractContextManager[None] = torch.autocast(device, enabled=False) if autocast else nullcontext()
     with off:
-        q, k, v = layout.fold_query(query), layout.fold_key(shifted(method, key)), layout.fold_key(value)
-        kernel, q, k = kernel_of(method, q, k, keep, 1 / sqrt(layout.width or 1) if scale is None else scale)
+        q, k, v = layout.fold_query(query), layout.fold_key(key), layout.fold_key(value)
+        kernel, q, k = kernel_of(method, q, k, 1 / sqrt(layout.width or 1) if scale is None else scale)
         if not normalized and isinstance(kernel, FeatureKernel):
             kernel = replace(kernel, normalized=False)
         before = None
-        if state is not None and state.sums is not None:
+        if state is not None and state.sums is not None and state.poison is not None:
             run = None if runs is None else runs.new_zeros(layout.rows)
             log_scale = None if state.log_scale is None else state.log_scale.reshape(layout.rows, -1)
-            before = Sums(state.sums.reshape(layout.rows, *state.sums.shape[-2:]), log_scale, run)
-        form, sizes = choose_form(method, layout, is_causal, runs is not None, before, return_state, form, chunk)
+            values, poison = state.sums.reshape(layout.rows, *state.sums.shape[-2:]), state.poison.reshape(layout.rows)
+            before = Sums(values, poison, log_scale, run)
+        form, sizes = choose_form(method, layout, is_causal, stateful, before is not None, form, chunk)
         output, sums = run_form(form, sizes, kernel, q, k, v, keep, runs, before, is_causal, return_state)
         output = layout.unfold_query(output).to(dtype)
     resumable = None
@@ -188,6 +209,7 @@ def attend(
             method,
             layout.keys + (0 if state is None else state.length),
             sums=None if sums is None else layout.unfold(sums.values),
+            poison=None if sums is None else layout.unfold(sums.poison),
             log_scale=None if sums is None or sums.log_scale is None else layout.unfold(sums.log_scale),
             segment=None if last_segment is None or sums is None else layout.unfold(last_segment),
         )
@@ -217,7 +239,7 @@ class Sizes(NamedTuple):
 
 
 def choose_form(
-    method: Approximation, layout: Layout, is_causal: bool, in_segments: bool, before: Sums | None, return_state: bool,
+    method: Approximation, layout: Layout, is_causal: bool, stateful: bool, resumed: bool,
     form: Form | None, chunk: int | None,
 ) -> tuple[Form, Sizes]:  # fmt: skip
     """The cheapest form, by the multiplications that each would make."""
@@ -229,24 +251,21 @@ def choose_form(
     if chunk is not None:
         wave, unit = 2 * chunk, 4 * chunk
     else:
-        chunk = max(1, min(n if n <= 2 * CHUNK else CHUNK, CACHE // r))
-        wave = chunk * max(1, min(WAVE, CACHE // max(r, chunk)) // (b * layout.group * chunk))
+        chunk = max(1, min(n if n <= 2 * CHUNK else CHUNK, CACHE // max(1, r)))
+        wave = chunk * max(1, min(WAVE, CACHE // max(r, chunk, 1)) // (b * layout.group * chunk))
         unit = wave * max(1, UNIT // wave)
     pair = r * 4 if separable else (d if polynomial else r)
     rows = max(1, min(n, max(CHUNK, PAIRS // max(1, b * layout.group * m))))
-    batch = b if form is not None else max(1, min(WAVE, CACHE // max(r, chunk)) // (layout.group * chunk))
+    batch = b if form is not None else max(1, min(WAVE, CACHE // max(r, chunk, 1)) // (layout.group * chunk))
     sizes = Sizes(chunk, wave, unit, rows, batch)
     if form is not None:
         return form, sizes
-    if before is not None or return_state:
-        alone = n == m == 1
-        return ("step" if alone else "chunked" if is_causal or in_segments else "linear"), sizes
+    if stateful:
+        return ("step" if resumed and n == m == 1 else "chunked"), sizes
     pairs = n * m / (2 if is_causal and n == m else 1)
     dense = pairs * (pair + e + 64)
     linear = (n * layout.group + m) * r * (e + 32)
-    if dense < linear and not separable:
-        return "dense", sizes
-    return ("chunked" if is_causal or in_segments else "linear"), sizes
+    return ("dense" if dense < linear and not separable else "chunked"), sizes
 
 
 def run_form(
@@ -261,7 +280,8 @@ def run_form(
         sums = before
         if want_sums and q.shape[0] and m:
             sums = forms.summed(kernel, k, v, keep, before, sizes.wave)
-        return q.new_zeros(*q.shape[:3], v.shape[-1]), sums
+        nothing = q[..., :0].sum(-1, keepdim=True) + k[..., :0].sum() + v[..., :0].sum()  # 0, with gradients
+        return nothing.to(q.dtype).expand(*q.shape[:3], v.shape[-1]), sums
     if m == 0:
         assert before is not None
         return forms.reading(kernel, q, before, sizes.wave), before
@@ -287,7 +307,7 @@ def run_in_batches(
     def parts(tensor: Tensor | None) -> Sequence[Tensor | None]:
         return [None] * -(-q.shape[0] // sizes.batch) if tensor is None else tensor.split(sizes.batch)
 
-    tensors = (q, k, v, keep, runs, *(before or (None, None, None)))
+    tensors = (q, k, v, keep, runs, *(before or (None,) * len(Sums._fields)))
     outputs, found = [], []
     for q_b, k_b, v_b, keep_b, runs_b, *sums_b in zip(*map(parts, tensors), strict=True):
         own = None if before is None else Sums(*cast(Any, sums_b))

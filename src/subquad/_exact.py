@@ -24,6 +24,12 @@ def exact_attention(
     scale: float | None,
 ) -> tuple[Tensor, State]:  # fmt: skip
     """query (..., heads, n, d), key and value (..., key heads, m, ·), keep and runs (b, m)."""
+    if attn_mask is not None:
+        attn_mask = attn_mask[None] if attn_mask.dim() == 1 else attn_mask
+        rows, columns = attn_mask.shape[-2:]
+        if rows not in (1, layout.queries) or columns not in (1, layout.keys):
+            expected = f"(..., {layout.queries}, {layout.keys})"
+            raise ValueError(f"attn_mask: expected shape {expected}, got {tuple(attn_mask.shape)}")
     key = key.expand(*layout.batch, layout.key_heads, *key.shape[-2:])
     value = value.expand(*layout.batch, layout.key_heads, *value.shape[-2:])
     keep = None if keep is None else layout.unfold(keep)  # (..., key heads, m)
@@ -55,7 +61,7 @@ def exact_attention(
             seen = layout.unfold(seen) if seen.shape[0] == layout.rows else seen
         if keep is not None:
             seen = keep[..., None, :] if seen is None else seen & keep[..., None, :]
-        if seen is not None and seen.dim() > 3 and layout.group > 1:
+        if seen is not None and layout.group > 1 and seen.shape[-3] > 1:  # One for each key head.
             seen = seen.repeat_interleave(layout.group, -3)
         if attn_mask is not None:
             part = attn_mask if attn_mask.shape[-2] == 1 else attn_mask[..., here, :]

@@ -203,7 +203,7 @@ class RandomFeatures:
 
     `orthogonal` makes the draws of each block of d orthogonal, with the lengths of independent ones. The matrix follows
     from (seed, width, num_features); `redraw` returns another method. `matrix`, (rows, width), replaces the draw by a
-    stored one. `key_shift` as for `Taylor`.
+    stored one, a constant. `key_shift` as for `Taylor`.
 
     >>> RandomFeatures(256).size(64), RandomFeatures(256).draw(64).shape
     (256, torch.Size([256, 64]))
@@ -255,7 +255,7 @@ class RandomFeatures:
             return _draw(self.rows, width, self.orthogonal, self.seed, x.dtype, x.device)
         if self.matrix.shape != (self.rows, width):
             raise ValueError(f"matrix: expected shape {(self.rows, width)}, got {tuple(self.matrix.shape)}")
-        return self.matrix.to(x)
+        return self.matrix.detach().to(x)
 
     def __call__(self, x: Tensor, *, is_query: bool = False) -> tuple[Tensor, Tensor]:
         return self.project(x, self.projections(x))

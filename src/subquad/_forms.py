@@ -12,6 +12,7 @@ Every part forgets its intermediate results and computes them again in the backw
 outputs and one state per unit are kept. No state is ever recovered by subtraction.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -68,11 +69,10 @@ def chunked(
     """Causal, as many queries as keys. The chunks of a `wave` are computed side by side, as far as they fit the cache;
     one state is kept per `unit`, a multiple of the wave, for the backward."""
 
-    def part(last: bool, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, values: Tensor | None, *rest: Tensor | None
+    def part(last: bool, kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor | None
              ) -> tuple[Tensor, ...]:  # fmt: skip
-        *log_scale, keep, runs, runs_before = rest
-        run = None if runs_before is None else runs_before[:, 0]
-        sums, outputs = _sums((values, *log_scale), run), []
+        *tensors, keep, runs, runs_before = rest
+        sums, outputs = _sums(tensors, None if runs_before is None else runs_before[:, 0]), []
         waves = _cut_all(_sizes(k.shape[1], chunk, wave), q, k, v, keep, runs)
         for i, (q_w, k_w, v_w, keep_w, runs_w) in enumerate(waves):
             count = max(1, k_w.shape[1] // chunk)
@@ -154,10 +154,10 @@ def segmented(
 ) -> tuple[Tensor, Sums | None]:
     """Not causal, in segments: a chunk reads sums of its first segment on the left, and of its last on the right."""
 
-    def add(backwards: bool, kernel: Kernel, k: Tensor, v: Tensor, values: Tensor | None, log_scale: Tensor | None,
-            keep: Tensor | None, runs: Tensor, run: Tensor | None) -> tuple[Tensor, ...]:  # fmt: skip
+    def add(backwards: bool, kernel: Kernel, k: Tensor, v: Tensor, *rest: Tensor | None) -> tuple[Tensor, ...]:
+        *tensors, keep, runs, run = rest
         own = absorb(kernel, ready_keys(kernel, k, v, keep, runs), backwards)
-        return _tensors(_join(_sums((values, log_scale), run), own))
+        return _tensors(_join(_sums(tensors, run), own))
 
     def along(pieces: list[Any], sums: Sums | None, backwards: bool) -> list[Sums | None]:
         """The sums before each piece, in the order of the pieces, and after the last."""
@@ -169,11 +169,10 @@ def segmented(
             found.append(sums)
         return found
 
-    def rows(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, left: Tensor | None, left_scale: Tensor | None,
-             right: Tensor | None, right_scale: Tensor | None, keep: Tensor | None, runs: Tensor,
-             left_run: Tensor | None, right_run: Tensor | None) -> tuple[Tensor]:  # fmt: skip
+    def rows(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, *rest: Tensor | None) -> tuple[Tensor]:
+        left, right, (keep, runs, left_run, right_run) = rest[:3], rest[3:6], rest[6:]
         keys = ready_keys(kernel, k, v, keep, runs, mapped=not kernel.from_logits)
-        around = _around(runs, _sums((left, left_scale), left_run), _sums((right, right_scale), right_run))
+        around = _around(runs, _sums(left, left_run), _sums(right, right_run))
         return (kernel.meet_chunk(ready_queries(kernel, q), keys, View(False, 0, runs, runs), around).to(q.dtype),)
 
     pieces = _cut_all(chunk, q, k, v, keep, runs)
@@ -210,10 +209,9 @@ def step(
 def summed(kernel: Kernel, k: Tensor, v: Tensor, keep: Tensor | None, before: Sums | None, block: int) -> Sums:
     """All keys added up, whatever the order."""
 
-    def add(kernel: Kernel, k: Tensor, v: Tensor, values: Tensor | None, log_scale: Tensor | None,
-            keep: Tensor | None) -> tuple[Tensor, ...]:  # fmt: skip
-        own = absorb(kernel, ready_keys(kernel, k, v, keep, None))
-        return _tensors(_join(_sums((values, log_scale), None), own))
+    def add(kernel: Kernel, k: Tensor, v: Tensor, *rest: Tensor | None) -> tuple[Tensor, ...]:
+        *tensors, keep = rest
+        return _tensors(_join(_sums(tensors, None), absorb(kernel, ready_keys(kernel, k, v, keep, None))))
 
     sums = before
     for k_c, v_c, keep_c in zip(k.split(block, 1), v.split(block, 1), _cut(keep, block, k.shape[1]), strict=True):
@@ -225,10 +223,12 @@ def summed(kernel: Kernel, k: Tensor, v: Tensor, keep: Tensor | None, before: Su
 def reading(kernel: Kernel, q: Tensor, sums: Sums, block: int) -> Tensor:
     """(b, g, n, e): queries that see the sums and nothing else."""
 
-    def rows(kernel: Kernel, q: Tensor, values: Tensor) -> tuple[Tensor]:
-        return (kernel.read(ready_queries(kernel, q), Sums(values)).to(q.dtype),)
+    def rows(kernel: Kernel, q: Tensor, values: Tensor, poison: Tensor) -> tuple[Tensor]:
+        return (kernel.read(ready_queries(kernel, q), Sums(values, poison)).to(q.dtype),)
 
-    return torch.cat([recomputed(kernel, rows, (part, sums.values), ())[0] for part in q.split(block, 2)], 2)
+    return torch.cat(
+        [recomputed(kernel, rows, (part, sums.values, sums.poison), ())[0] for part in q.split(block, 2)], 2
+    )
 
 
 # --- Sums between chunks ---------------------------------------------------------------------------------------------
@@ -269,17 +269,17 @@ def _around(runs: Tensor | None, *sides: Sums | None) -> list[tuple[Sums, Tensor
 # Sums travel into and out of a part as plain tensors, some of them missing.
 
 
-def _parts(sums: Sums | None) -> tuple[Tensor | None, Tensor | None]:
-    return (None, None) if sums is None else (sums.values, sums.log_scale)
+def _parts(sums: Sums | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    return (None, None, None) if sums is None else sums[:3]
 
 
 def _tensors(sums: Sums) -> tuple[Tensor, ...]:
-    return (sums.values,) if sums.log_scale is None else (sums.values, sums.log_scale)
+    return tuple(part for part in sums[:3] if part is not None)
 
 
-def _sums(tensors: Any, run: Tensor | None) -> Sums | None:
-    values, log_scale = (*tensors, None, None)[:2]
-    return None if values is None else Sums(values, log_scale, run)
+def _sums(tensors: Sequence[Tensor | None], run: Tensor | None) -> Sums | None:
+    values, poison, log_scale = (*tensors, None, None, None)[:3]
+    return None if values is None or poison is None else Sums(values, poison, log_scale, run)
 
 
 # --- Cutting: split, never slices, because the backward of a slice is as long as the whole ---------------------------
@@ -287,7 +287,7 @@ def _sums(tensors: Any, run: Tensor | None) -> Sums | None:
 
 def _sizes(length: int, chunk: int, unit: int) -> list[int]:
     """Units, then the chunks that are left, then what is left of a chunk."""
-    whole, rest = divmod(length, unit)
+    whole, rest = length // unit, length % unit  # Not divmod, which torch.compile does not know for symbolic lengths.
     tail = rest % chunk
     return [unit] * whole + [size for size in (rest - tail, tail) if size]
 

@@ -46,12 +46,13 @@ class Queries(NamedTuple):
 class Sums(NamedTuple):
     """Keys added up: sum_j phi(k_j) exp(c_j - log_scale) [v_j, 1], and the run of segments that they belong to."""
 
-    values: Tensor  # (b, r, e + 1); NaN once a key or value was not finite
+    values: Tensor  # (b, r, e + 1)
+    poison: Tensor  # (b,): 0, or NaN once a key or value was not finite
     log_scale: Tensor | None = None  # (b, 1), or (b, r) where each feature has its own
     run: Tensor | None = None  # (b,)
 
 
-EMPTY = (0.0, NEVER, -1)  # The values, log-scale and run of no keys at all.
+EMPTY = (0.0, 0.0, NEVER, -1)  # The values, poison, log-scale and run of no keys at all.
 
 Around = Sequence[tuple[Sums, Tensor | None]]  # sums beside a block, each with the rows (b, n) that may read them
 
@@ -142,17 +143,18 @@ def absorb(kernel: Kernel, keys: Keys, backwards: bool = False) -> Sums:
 
 def merge(before: Sums, after: Sums) -> Sums:
     """Both together; of `before` nothing, if a new segment has begun since."""
-    old, old_scale = before.values, before.log_scale
+    old, old_poison, old_scale = before.values, before.poison, before.log_scale
     if before.run is not None and after.run is not None:
         goes_on = (before.run == after.run)[:, None]
-        old = torch.where(goes_on[..., None], old, 0.0)
+        old, old_poison = torch.where(goes_on[..., None], old, 0.0), torch.where(goes_on[:, 0], old_poison, 0.0)
         old_scale = None if old_scale is None else torch.where(goes_on, old_scale, NEVER)
+    poison = old_poison + after.poison
     if old_scale is None or after.log_scale is None:
-        return Sums(old + after.values, None, after.run)
+        return Sums(old + after.values, poison, None, after.run)
     scale = torch.maximum(old_scale, after.log_scale)
     level = finite(scale)
     new = after.values * (after.log_scale - level).exp()[..., None]
-    return Sums(torch.addcmul(new, old, (old_scale - level).exp()[..., None]), scale, after.run)
+    return Sums(torch.addcmul(new, old, (old_scale - level).exp()[..., None]), poison, scale, after.run)
 
 
 def finite(log_scale: Tensor) -> Tensor:
@@ -173,6 +175,15 @@ def highest(own: Tensor, around: Around) -> Tensor:
         level = sums.log_scale[:, None]  # (b, 1, 1 or r)
         own = torch.maximum(own, level if may_read is None else torch.where(may_read[..., None], level, NEVER))
     return finite(own)
+
+
+def row_poison(queries: Queries, keys: Keys, view: View, around: Around) -> Tensor:
+    """(b, g, n): NaN in the rows that are not finite themselves, or see a key, or sums, that were not."""
+    poison = view.poison(keys.poison, queries.poison.shape[-1])
+    for sums, may_read in around:
+        told = sums.poison[:, None]
+        poison = poison + (told if may_read is None else torch.where(may_read, told, 0.0))
+    return queries.poison + poison[:, None]
 
 
 @dataclass(frozen=True)
@@ -211,19 +222,21 @@ class FeatureKernel(Kernel):
             scale = scales.detach().amax(-1, keepdim=True)  # (b, 1)
             values = values * (scales - finite(scale)).exp()[..., None]
         sums = torch.bmm(keys.features.mT, values)
-        sick = poison.sum(-1)[:, None, None]
         if self.weighted and self.table is not None:
-            return Sums(torch.addcmul(sick, sums, self.table[:, None]), scale)
-        return Sums(sums + sick, scale)
+            sums = sums * self.table[:, None]
+        return Sums(sums, poison.sum(-1), scale)
 
     def empty(self, k: Tensor, v: Tensor) -> Sums:
         values = widen(v).new_zeros(v.shape[0], self.size, v.shape[-1] + 1)
-        return Sums(values, values.new_full((v.shape[0], 1), NEVER) if self.scaled else None)
+        log_scale = values.new_full((v.shape[0], 1), NEVER) if self.scaled else None
+        return Sums(values, values.new_zeros(v.shape[0]), log_scale)
 
     def read(self, queries: Queries, sums: Sums) -> Tensor:
         q = queries.queries
         features, _ = self.features(q.flatten(1, 2), True, self.table)
-        return self._finish(torch.bmm(features, sums.values).unflatten(1, q.shape[1:3]), queries.poison)
+        return self._finish(
+            torch.bmm(features, sums.values).unflatten(1, q.shape[1:3]), queries.poison + sums.poison[:, None, None]
+        )
 
     def meet(self, queries: Queries, keys: Keys, view: View, around: Around) -> Tensor:
         q = queries.queries
@@ -248,17 +261,18 @@ class FeatureKernel(Kernel):
                 # At most 0 in the rows that may read; the others are dropped below.
                 part = part * (sums.log_scale[:, None] - top).clamp(max=0.0).exp()[:, None]
             total = total + (part if may_read is None else torch.where(may_read[:, None, :, None], part, 0.0))
-        return self._finish(total, queries.poison + view.poison(keys.poison, n)[:, None])
+        return self._finish(total, row_poison(queries, keys, view, around))
 
     def advance(self, q: Tensor, k: Tensor, v: Tensor, before: Sums) -> tuple[Tensor, Sums] | None:
-        """Query and key go through the map together. What is not finite poisons the sums, and this row reads them."""
+        """Query and key go through the map together."""
         if q.shape[-1] != k.shape[-1]:  # A user's map with a log-scale: its keys have a column more.
             return None
         q, k, v = widen(q) * self.root_scale[0], widen(k) * self.root_scale[1], widen(v)
         tokens = torch.cat([k, q.flatten(1, 2)], 1)  # (b, 1 + g, d)
-        features, scales = self.features(tokens, False, self.table)
-        poison = _poison(tokens)
-        value, old, scale = F.pad(v, (0, 1), value=1.0) + (poison[:, :1] + _poison(v))[..., None], before.values, None
+        own, poison = _poison(tokens), before.poison + _poison(v)[:, 0]
+        poison = poison + own[:, 0]
+        features, scales = self.features(_cleaned(tokens), False, self.table)
+        value, old, scale = F.pad(_cleaned(v), (0, 1), value=1.0), before.values, None
         if scales is not None and before.log_scale is not None:
             scale = torch.maximum(before.log_scale, scales[:, :1].detach())
             value = value * (scales[:, :1] - scale).exp()[..., None]
@@ -266,7 +280,8 @@ class FeatureKernel(Kernel):
         key = features[:, :1] * self.table if self.weighted and self.table is not None else features[:, :1]
         sums = torch.baddbmm(old, key.mT, value)
         total = torch.bmm(features[:, 1:], sums).unflatten(1, q.shape[1:3])
-        return self._finish(total, poison[:, 1:].unflatten(1, q.shape[1:3])), Sums(sums, scale)
+        sick = own[:, 1:].unflatten(1, q.shape[1:3]) + poison[:, None, None]
+        return self._finish(total, sick), Sums(sums, poison, scale)
 
     def _finish(self, total: Tensor, poison: Tensor) -> Tensor:
         """(b, g, n, e + 1) -> (b, g, n, e): divide by the normaliser, and poison (b, g, n)."""

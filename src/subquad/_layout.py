@@ -25,6 +25,7 @@ class Layout:
     keys: int
     width: int
     value_width: int
+    device: torch.device
 
     @property
     def rows(self) -> int:
@@ -47,16 +48,16 @@ class Layout:
         return output.reshape(*self.batch, self.key_heads * self.group, *output.shape[-2:])
 
     def fold_mask(self, name: str, mask: Tensor, length: int) -> Tensor:
-        """A mask of shape (*batch, length), or (*batch, key heads, length), to (b, length)."""
-        if mask.dim() == len(self.batch) + 1:
-            mask = mask.unsqueeze(-2)
+        """A mask of shape (length,), (*batch, length) or (*batch, key heads, length) to (b, length)."""
         target = (*self.batch, self.key_heads, length)
-        try:
-            expanded = mask.expand(target)
-        except RuntimeError:
+        wide = mask.unsqueeze(-2) if mask.dim() == len(self.batch) + 1 else mask
+        fits = mask.dim() in (1, len(target) - 1, len(target))
+        if not fits or any(size not in (1, want) for size, want in zip(wide.shape[::-1], target[::-1], strict=False)):
             wanted = (*self.batch, length)
-            raise ValueError(f"{name}: expected shape {wanted} or {target}, got {tuple(mask.shape)}") from None
-        return expanded.reshape(self.rows, length)
+            raise ValueError(f"{name}: expected shape {wanted} or {target}, got {tuple(mask.shape)}")
+        if mask.device != self.device:
+            raise ValueError(f"{name}: expected a tensor on {self.device}, as the query, got one on {mask.device}")
+        return wide.expand(target).reshape(self.rows, length)
 
 
 def check_shapes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> Layout:
@@ -77,7 +78,7 @@ def check_shapes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) ->
     if value.shape[-2] != m:
         raise ValueError(f"value: expected length {m}, as the key, got {value.shape[-2]}")
     heads, key_heads, value_heads = (x.shape[-3] if x.dim() > 2 else 1 for x in named.values())
-    if enable_gqa and (key_heads != value_heads or key_heads == 0 or heads % key_heads):
+    if enable_gqa and (key_heads != value_heads or 0 in (heads, key_heads) or heads % key_heads):
         raise ValueError(
             f"key: with enable_gqa a number of heads that divides the query's {heads} is expected, the same for key "
             f"and value; got {key_heads} and {value_heads}"
@@ -93,27 +94,36 @@ def check_shapes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) ->
         shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in named.items())
         hint = "" if enable_gqa else "; enable_gqa=True lets query heads share key heads"
         raise ValueError(f"query, key, value: batch and head dimensions do not fit: {shapes}{hint}") from None
-    return Layout(tuple(batch), key_heads, heads // key_heads if key_heads else 1, n, m, d, e)
+    return Layout(tuple(batch), key_heads, heads // key_heads if key_heads else 1, n, m, d, e, query.device)
 
 
-def check_state(state: State | None, method: object, layout: Layout, segments: bool) -> None:
-    """A state serves the method, the batch and the widths that it was made with."""
+def check_state(state: State | None, method: object, layout: Layout, segments: bool, dtype: torch.dtype) -> None:
+    """A state serves the method, the batch, the widths and the dtype that it was made with."""
     if state is None:
         return
     if state.method != method:
         raise ValueError(f"state: expected one made by {method}, got one made by {state.method}")
-    if state.length == 0:
-        return
+    old, new = getattr(state.method, "matrix", None), getattr(method, "matrix", None)
+    if (
+        old is not new
+        and not torch.compiler.is_compiling()
+        and (old is None or new is None or not torch.equal(old, new))
+    ):
+        raise ValueError("state: expected one made with the same matrix of random projections, got one with another")
+    if state.sums is None and state.keys is None:
+        return  # Nothing has been seen.
     if (state.segment is not None) != segments:
         made = "with" if state.segment is not None else "without"
         raise ValueError(f"state: it was made {made} segment_ids, so the next call is expected {made} them too")
+    lead = (*layout.batch, layout.key_heads)
     if state.sums is not None:
-        found: tuple[int, ...] = (*state.sums.shape[:-2], state.sums.shape[-1] - 1)
-        wanted: tuple[int, ...] = (layout.value_width,)
+        features = method.size(layout.width)  # type: ignore[attr-defined]
+        found, expected = tuple(state.sums.shape), (*lead, features, layout.value_width + 1)
+        found_dtype, wide = state.sums.dtype, torch.promote_types(dtype, torch.float32)
     else:
         assert state.keys is not None and state.values is not None
         found = (*state.keys.shape[:-2], state.keys.shape[-1], state.values.shape[-1])
-        wanted = (layout.width, layout.value_width)
-    expected = (*layout.batch, layout.key_heads, *wanted)
-    if found != expected:
-        raise ValueError(f"state: expected batch, key heads and widths {expected}, got {found}")
+        expected = (*lead, layout.width, layout.value_width)
+        found_dtype, wide = state.keys.dtype, dtype
+    if found != expected or found_dtype != wide:
+        raise ValueError(f"state: expected {expected} in {wide} for these inputs, got {found} in {found_dtype}")

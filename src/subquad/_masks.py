@@ -20,11 +20,13 @@ def key_mask(layout: Layout, key_padding_mask: Tensor | None, attn_mask: Tensor 
         check_bool("key_padding_mask", key_padding_mask)
         masks.append(layout.fold_mask("key_padding_mask", key_padding_mask, layout.keys))
     if attn_mask is not None:
-        refuse_unfactored(attn_mask)
         # Without its query dimension it is a mask of keys: (..., heads, 1, m) -> (..., heads, m)
         by_key = attn_mask.squeeze(-2) if attn_mask.dim() > 1 else attn_mask
-        by_key = by_key[(None,) * (len(layout.batch) + 2 - by_key.dim())]
-        masks.append(layout.fold_mask("attn_mask", by_key, layout.keys))
+        missing = len(layout.batch) + 2 - by_key.dim()
+        if missing < 0 or attn_mask.shape[-1] not in (1, layout.keys):
+            expected = f"(..., 1, {layout.keys})"
+            raise ValueError(f"attn_mask: expected shape {expected}, got {tuple(attn_mask.shape)}")
+        masks.append(layout.fold_mask("attn_mask", by_key[(None,) * missing], layout.keys))
     if len(masks) == 2:
         return masks[0] & masks[1]
     return masks[0] if masks else None
@@ -35,18 +37,19 @@ def check_bool(name: str, mask: Tensor) -> None:
         raise ValueError(f"{name}: expected a boolean tensor, True = attend, got {mask.dtype}")
 
 
-def refuse_unfactored(attn_mask: Tensor) -> None:
-    """Only a boolean mask without a query dimension of its own has a linear form."""
+def refuse_unfactored(attn_mask: Tensor, stateful: bool) -> None:
+    """Only a boolean mask without a query dimension of its own has a linear form, or a place in a state."""
+    way_out = "leave out the state" if stateful else 'use method="exact"'
     if attn_mask.dtype != torch.bool:
         raise ValueError(
             f"attn_mask: got {attn_mask.dtype}, a bias added to each logit, which no feature map can factor; "
-            'expected a boolean mask of shape (..., 1, keys). Use method="exact" for a bias.'
+            f"expected a boolean mask of shape (..., 1, keys). For a bias, {way_out}."
         )
     if attn_mask.dim() > 1 and attn_mask.shape[-2] != 1:
         raise ValueError(
             f"attn_mask: got shape {tuple(attn_mask.shape)}, a choice for each pair of query and key, which no feature "
             "map can factor; expected a query dimension of 1. Use is_causal for causality, key_padding_mask for "
-            'padding, segment_ids for packed sequences, or method="exact".'
+            f"padding, segment_ids for packed sequences; for any other mask, {way_out}."
         )
 
 

@@ -6,7 +6,7 @@ from math import copysign, sqrt
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from subquad._features import Exact, FeatureMap, Linear, RandomFeatures, Taylor
 from subquad._kernel import FeatureKernel, Kernel, widen
@@ -35,14 +35,13 @@ def resolve(method: Method | str) -> Method:
     return method
 
 
-def shifted(method: Approximation, key: Tensor) -> Tensor:
+def shifted(method: Approximation, key: Tensor, heads: int) -> Tensor:
     """The keys less the method's `key_shift`: a constant, so it knows nothing of the future."""
     shift = getattr(method, "key_shift", None)
     if shift is None:
         return key
     key = widen(key)
     vector = torch.tensor(shift, device=key.device, dtype=key.dtype)
-    heads = key.shape[-3]
     if vector.shape not in ((key.shape[-1],), (heads, key.shape[-1])):
         raise ValueError(
             f"key_shift: expected shape {(key.shape[-1],)} or {(heads, key.shape[-1])}, got {tuple(vector.shape)}"
@@ -50,9 +49,7 @@ def shifted(method: Approximation, key: Tensor) -> Tensor:
     return key - (vector if vector.dim() == 1 else vector[:, None])
 
 
-def kernel_of(
-    method: Approximation, q: Tensor, k: Tensor, keep: Tensor | None, scale: float
-) -> tuple[Kernel, Tensor, Tensor]:
+def kernel_of(method: Approximation, q: Tensor, k: Tensor, scale: float) -> tuple[Kernel, Tensor, Tensor]:
     """What the forms need to know of a method, and the queries and keys that go with it."""
     root = sqrt(abs(scale))
     roots = (copysign(root, scale), root)
@@ -75,22 +72,25 @@ def kernel_of(
         features = lambda x, _, table: method.project(x, table)
         return replace(kernel, table=projections, features=features, scaled=True), q, k
     # A user's map may hold parameters, which only plain differentiation finds: its features are made here, once.
-    finite = k.isfinite().all(-1)
-    shown = finite if keep is None else finite & keep
-    q, _ = _mapped(method, widen(q) * roots[0], is_query=True)
-    k, log_scale = _mapped(method, torch.where(shown[..., None], widen(k) * roots[1], 0.0), is_query=False)
+    finite = [x.isfinite().all(-1, keepdim=True) for x in (q, k)]
+    q, k = (torch.where(flag, widen(x) * root, 0.0) for flag, x, root in zip(finite, (q, k), roots, strict=True))
+    (q, _), (k, log_scale) = _mapped(method, q, is_query=True), _mapped(method, k, is_query=False)
     scaled = log_scale is not None
     if log_scale is not None:
         k = torch.cat([k, log_scale[..., None]], -1)
     features = lambda x, is_query, _: (x[..., :-1], x[..., -1]) if scaled and not is_query else (x, None)
     kernel = replace(kernel, root_scale=(1.0, 1.0), features=features, scaled=scaled)
-    return kernel, q, torch.where(finite[..., None], k, torch.nan)
+    return kernel, torch.where(finite[0], q, torch.nan), torch.where(finite[1], k, torch.nan)
 
 
 def _mapped(method: FeatureMap, x: Tensor, is_query: bool) -> tuple[Tensor, Tensor | None]:
-    result = method(x, is_query=is_query)
+    """The features of a user's map, computed in the dtype of its parameters, if it has any."""
+    weight = next(method.parameters(), None) if isinstance(method, nn.Module) else None
+    result = method(x if weight is None else x.to(weight.dtype), is_query=is_query)
     features, log_scale = result if isinstance(result, tuple) else (result, None)
     expected = (*x.shape[:-1], method.size(x.shape[-1]))
     if features.shape != expected:
         raise ValueError(f"method: its size() promises features of shape {expected}, got {tuple(features.shape)}")
-    return features, log_scale
+    if log_scale is not None and log_scale.shape != x.shape[:-1]:
+        raise ValueError(f"method: expected a log-scale of shape {tuple(x.shape[:-1])}, got {tuple(log_scale.shape)}")
+    return features.to(x.dtype), None if log_scale is None else log_scale.to(x.dtype)

@@ -45,6 +45,21 @@ class _Recomputed(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.body, ctx.count, *tensors = inputs
         ctx.save_for_backward(*tensors)
+        ctx.save_for_forward(*tensors)
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, __: None, *tangents: Tensor | None) -> tuple[Tensor, ...]:
+        tensors = ctx.saved_tensors
+        moving = [i for i, tangent in enumerate(tangents) if tangent is not None]
+
+        def along(*moved: Tensor) -> tuple[Tensor, ...]:
+            arguments = list(tensors)
+            for i, tensor in zip(moving, moved, strict=True):
+                arguments[i] = tensor
+            return ctx.body(*arguments)  # type: ignore[no-any-return]
+
+        primals, moves = tuple(tensors[i] for i in moving), tuple(tangents[i] for i in moving)
+        return torch.func.jvp(along, primals, moves)[1]  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from subquad._kernel import NEVER, Around, Kernel, Keys, Queries, Sums, finite, highest, inverse, widen
+from subquad._kernel import NEVER, Around, Kernel, Keys, Queries, Sums, finite, highest, inverse, row_poison, widen
 from subquad._masks import View
 
 
@@ -52,17 +52,17 @@ class SeparableKernel(Kernel):
             logs, poison = torch.where(inside[..., None], logs, NEVER), torch.where(inside, poison, 0.0)
         top = logs.detach().amax(1)  # (b, c)
         sums = torch.bmm((logs - finite(top)[:, None]).exp().mT, keys.values)
-        return Sums(sums + poison.sum(-1)[:, None, None], top)
+        return Sums(sums, poison.sum(-1), top)
 
     def empty(self, k: Tensor, v: Tensor) -> Sums:
         values = widen(v).new_zeros(v.shape[0], k.shape[-1], v.shape[-1] + 1)
-        return Sums(values, values.new_full(values.shape[:2], NEVER))
+        return Sums(values, values.new_zeros(v.shape[0]), values.new_full(values.shape[:2], NEVER))
 
     def read(self, queries: Queries, sums: Sums) -> Tensor:
         q = queries.queries
         means = sums.values[..., :-1] * inverse(sums.values[..., -1:])
-        output = torch.bmm(q.softmax(-1).flatten(1, 2), means).reshape(*q.shape[:3], -1)
-        return output + queries.poison[..., None]
+        output = torch.bmm(q.softmax(-1).flatten(1, 2), means).reshape(*q.shape[:3], means.shape[-1])
+        return output + (queries.poison + sums.poison[:, None, None])[..., None]
 
     def meet(self, queries: Queries, keys: Keys, view: View, around: Around) -> Tensor:
         assert keys.features is not None
@@ -88,7 +88,7 @@ class SeparableKernel(Kernel):
         levels = [(h, back) for h in (1 << p for p in range(size.bit_length() - 1)) for back in ways]
 
         def halves(x: Tensor, h: int) -> Tensor:
-            return x.reshape(*x.shape[:-2], -1, 2, h, x.shape[-1])  # (..., s, 2, h, c)
+            return x.reshape(*x.shape[:-2], size // (2 * h), 2, h, x.shape[-1])  # (..., s, 2, h, c)
 
         halved, tops = [], logs.detach()
         if runs is None:  # Then the chunk is causal: only segments are met in both ways.
@@ -137,11 +137,9 @@ def _shares(q: Tensor, top: Tensor, normalizer: Tensor, around: Around) -> tuple
     decays = []
     for sums, may_read in around:
         assert sums.log_scale is not None
-        decay, normal = (sums.log_scale[:, None] - top).clamp(max=0.0).exp(), sums.values[:, None, :, -1]
-        if may_read is not None:  # where, not a product with 0: the sums of another segment may be NaN.
-            decay, normal = (torch.where(may_read[..., None], x, 0.0) for x in (decay, normal))
-        decays.append(decay)
-        normalizer = normalizer + decay * normal
+        decay = (sums.log_scale[:, None] - top).clamp(max=0.0).exp()
+        decays.append(decay if may_read is None else torch.where(may_read[..., None], decay, 0.0))
+        normalizer = normalizer + decays[-1] * sums.values[:, None, :, -1]
     return q.softmax(-1) * inverse(normalizer)[:, None], decays
 
 
@@ -156,7 +154,6 @@ def _with_sums(
 ) -> Tensor:
     """Add what the sums around hold for each row, and the poison."""
     rows = share.shape[1:3]
-    for (sums, may_read), decay in zip(around, decays, strict=True):
-        part = torch.bmm((share * decay[:, None]).flatten(1, 2), sums.values[..., :-1]).unflatten(1, rows)
-        total = total + (part if may_read is None else torch.where(may_read[:, None, :, None], part, 0.0))
-    return total + (queries.poison + view.poison(keys.poison, rows[1])[:, None])[..., None]
+    for (sums, _), decay in zip(around, decays, strict=True):
+        total = total + torch.bmm((share * decay[:, None]).flatten(1, 2), sums.values[..., :-1]).unflatten(1, rows)
+    return total + row_poison(queries, keys, view, around)[..., None]

@@ -21,8 +21,9 @@ class State:
 
     method: what made it. A state serves that method only.
     length: the number of keys seen.
-    sums: (..., heads, r, e + 1), float32 or wider. NaN once a non-finite key or value was seen.
-    log_scale: what the sums must be multiplied by exp() of: (..., heads), or (..., heads, r) for `Separable`.
+    sums: (..., heads, r, e + 1), float32 or wider.
+    poison: (..., heads), 0, or NaN once a non-finite key or value was seen.
+    log_scale: what the sums must be multiplied by exp() of: (..., heads, 1), or (..., heads, r) for `Separable`.
     segment: (..., heads), the segment of the last key, where segments are used.
     keys, values, keep: of `Exact`; keep marks the keys that padding does not hide. (..., heads, length, width)
 
@@ -30,7 +31,7 @@ class State:
     >>> q = k = v = torch.ones(2, 1, 5, 4)
     >>> out, state = attention(q, k, v, is_causal=True, method="taylor", return_state=True)
     >>> state
-    State(Taylor(degree=2, basis='symmetric', key_shift=None), length=5, bytes=600)
+    State(Taylor(degree=2, basis='symmetric', key_shift=None), length=5, bytes=608)
     >>> out, state = attention(q[:, :, :1], k[:, :, :1], v[:, :, :1], is_causal=True, method="taylor",
     ...                        state=state, return_state=True)
     >>> state.length, state[torch.tensor([1, 1, 0])].sums.shape
@@ -40,6 +41,7 @@ class State:
     method: object
     length: int
     sums: Tensor | None = None
+    poison: Tensor | None = None
     log_scale: Tensor | None = None
     segment: Tensor | None = None
     keys: Tensor | None = None
@@ -55,7 +57,7 @@ class State:
         return self._map(Tensor.detach)
 
     def __getitem__(self, index: Tensor | slice) -> "State":
-        """Select or reorder along the first dimension, the batch: for beams, an index tensor with repeats."""
+        """Select or reorder along the first dimension, the batch if there is one; beams may repeat an index."""
         return self._map(lambda tensor: tensor[index])
 
     @property

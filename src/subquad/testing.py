@@ -10,7 +10,7 @@ or, to see each check as a test of its own under pytest, by one inherited class:
         method = MyMap()
 
 The oracle is all pairs at once, from the map alone: w_ij = phi(q_i).phi(k_j) exp(c_j), in float64. A map that has
-parameters is used in their dtype, so give it float64 ones, or be content with `tolerance`.
+parameters is computed in their dtype, so give it float64 ones, or be content with `tolerance`.
 """
 
 import torch
@@ -147,7 +147,7 @@ class FeatureMapConformance:
     def _weights(self, q: Tensor, k: Tensor) -> Tensor:
         root = self.width**-0.25  # Of the default scale.
         a, _ = self._features(q * root, is_query=True)
-        c, log_scale = self._features(shifted(self.method, k) * root, is_query=False)
+        c, log_scale = self._features(shifted(self.method, k, k.shape[-3]) * root, is_query=False)
         return a @ c.mT * log_scale[..., None, :].exp()
 
     def _oracle(

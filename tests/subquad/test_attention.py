@@ -142,18 +142,17 @@ def test_the_normalizer_tells_which_rows_are_no_averages() -> None:
 
 
 def test_the_cheaper_form_is_chosen() -> None:
-    def form(method, n, width, is_causal=True, **state):
+    def form(method, n, width, is_causal=True, stateful=False, resumed=False):
         layout = check_shapes(*(torch.empty(1, 8, n, width, device="meta"),) * 3, enable_gqa=False)
-        before, return_state = state.get("before"), state.get("return_state", False)
-        return choose_form(method, layout, is_causal, False, before, return_state, None, None)[0]
+        return choose_form(method, layout, is_causal, stateful, resumed, None, None)[0]
 
     assert form(Taylor(2), 256, 64) == "dense"
     assert form(Taylor(2), 65536, 64) == "chunked"
-    assert form(Taylor(2), 65536, 64, is_causal=False) == "linear"
+    assert form(Taylor(2), 65536, 64, is_causal=False) == "chunked"
     assert form(Taylor(4), 65536, 64) == "dense"  # 814,385 features
     assert form(RandomFeatures(256), 16384, 64) == "chunked"
-    assert form(Taylor(2), 1, 64, return_state=True) == "step"
-    assert form(Taylor(2), 256, 64, return_state=True) == "chunked"
+    assert form(Taylor(2), 1, 64, stateful=True, resumed=True) == "step"
+    assert form(Taylor(2), 256, 64, stateful=True) == "chunked"
     assert form(Separable(), 256, 64) == "chunked"
 
 
@@ -174,8 +173,23 @@ _, STATE = attention(Q, K, V, method="taylor", return_state=True)
         (dict(query=Q[:1].expand(3, -1, -1, -1)), r"batch and head dimensions do not fit"),
         (dict(attn_mask=torch.zeros(6, 7)), r"attn_mask: got torch.float32, a bias"),
         (dict(attn_mask=torch.ones(6, 7).bool()), r"attn_mask: got shape \(6, 7\), a choice for each pair"),
-        (dict(attn_mask=torch.ones(2, 1, 1, 6).bool()), r"attn_mask: expected shape"),
+        (dict(attn_mask=torch.ones(2, 1, 1, 6).bool()), r"attn_mask: expected shape \(..., 1, 7\), got \(2, 1, 1, 6\)"),
         (dict(dropout_p=0.1), r"dropout_p: expected 0, got 0.1"),
+        (dict(dropout_p=-0.1), r"dropout_p: expected 0, got -0.1"),
+        (
+            dict(attn_mask=torch.ones(6, 7).bool(), method="exact", return_state=True),
+            r"attn_mask: .* leave out the state",
+        ),
+        (
+            dict(attn_mask=torch.ones(9, 7).bool(), method="exact", is_causal=True),
+            r"attn_mask: .*\(..., 6, 7\), got \(9, 7\)",
+        ),
+        (dict(key_padding_mask=torch.ones(2, 5).bool()), r"key_padding_mask: .*, got \(2, 5\)"),
+        (dict(key_padding_mask=torch.ones(2, 7, device="meta").bool()), r"key_padding_mask: .* on cpu, .* on meta"),
+        (
+            dict(state=STATE, query=Q.double(), key=K.double(), value=V.double()),
+            r"state: .* in torch.float64 .* in torch.float32",
+        ),
         (dict(key_padding_mask=torch.ones(2, 7)), r"key_padding_mask: expected a boolean tensor, True = attend"),
         (dict(key_padding_mask=torch.ones(2, 6).bool()), r"key_padding_mask: expected shape \(2, 7\) or \(2, 4, 7\)"),
         (dict(segment_ids=torch.zeros(2, 7).long()), r"segment_ids: .* got 6 queries and 7 keys"),
@@ -183,7 +197,7 @@ _, STATE = attention(Q, K, V, method="taylor", return_state=True)
         (dict(method="performer"), r"method: expected one of 'exact', .*, got 'performer'"),
         (dict(method=Taylor(2, key_shift=[1.0])), r"key_shift: expected shape \(8,\) or \(4, 8\), got \(1,\)"),
         (dict(state=STATE, method="random"), r"state: expected one made by RandomFeatures"),
-        (dict(state=STATE[:1]), r"state: expected batch, key heads and widths \(2, 4, 5\), got \(1, 4, 5\)"),
+        (dict(state=STATE[:1]), r"state: expected \(2, 4, 45, 6\) in torch.float32 .* got \(1, 4, 45, 6\)"),
         (dict(state=STATE, key=Q, value=Q[..., :5], segment_ids=torch.zeros(2, 6).long()), r"made without segment_ids"),
     ],
 )
@@ -212,3 +226,102 @@ def test_a_state_knows_its_method_and_segments() -> None:
 def test_public_names_are_few_and_exist() -> None:
     assert len(subquad.__all__) <= 14
     assert all(getattr(subquad, name).__doc__ for name in subquad.__all__)
+
+
+def test_a_mask_of_keys_is_remembered_by_every_state() -> None:
+    q, k, v = draw((2, 4, 7, 8), (2, 4, 7, 8), (2, 4, 7, 5), dtype=torch.float64)
+    mask = torch.tensor([[1, 0, 1, 1, 0, 1]]).bool()
+    seen = torch.cat([mask, torch.ones(1, 1).bool()], 1)
+    for method in (Exact(), Taylor(2), RandomFeatures(8), Separable()):
+        _, state = attention(*(x[:, :, :6] for x in (q, k, v)), mask, method=method, return_state=True)
+        last = attention(*(x[:, :, 6:] for x in (q, k, v)), method=method, state=state)
+        torch.testing.assert_close(last, attention(q[:, :, 6:], k, v, seen, method=method))
+
+
+def test_a_state_of_another_matrix_is_refused() -> None:
+    one, other = (RandomFeatures(8, matrix=RandomFeatures(8, seed=seed).draw(8)) for seed in (0, 1))
+    _, state = attention(Q, K, V, method=one, return_state=True)
+    attention(Q, K, V, method=one, state=state)
+    with pytest.raises(ValueError, match="same matrix"):
+        attention(Q, K, V, method=other, state=state)
+
+
+def test_a_map_that_divides_by_its_norm_is_not_spoiled_by_padding() -> None:
+    class Directions(torch.nn.Module):
+        positive = True
+
+        def __init__(self, dtype) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(8, 8, bias=False, dtype=dtype)
+
+        def size(self, width: int) -> int:
+            return 8
+
+        def forward(self, x, *, is_query):
+            y = self.layer(x)
+            return (y / y.norm(dim=-1, keepdim=True)).square()
+
+    for dtype in (torch.float32, torch.bfloat16):  # A model may be cast as a whole, its map with it.
+        method = Directions(dtype)
+        q, k, v = (x.to(dtype) for x in (Q, K, V))
+        keep = torch.arange(7).expand(2, -1) != 3
+        attention(q, k, v, method=method, key_padding_mask=keep).sum().backward()
+        assert method.layer.weight.grad.isfinite().all()
+        spoiled = attention(q.index_fill(2, torch.tensor(2), torch.nan), k, v, method=method)
+        assert spoiled[:, :, 2].isnan().all()
+        assert not spoiled[:, :, 3:].isnan().any()
+
+
+def test_a_given_matrix_is_a_constant() -> None:
+    matrix = RandomFeatures(8).draw(8).float().requires_grad_()
+    assert not attention(Q, K, V, method=RandomFeatures(8, matrix=matrix)).requires_grad
+
+
+def test_the_normalizer_of_half_precision_is_wide() -> None:
+    q, k = draw((1, 2, 200, 64), (1, 2, 200, 64), dtype=torch.float16)
+    q, k = q * 6, k * 6
+    found = normalizer(q, k, method=RandomFeatures(64))
+    assert found.dtype == torch.float32
+    assert torch.equal(found, normalizer(q.float(), k.float(), method=RandomFeatures(64)))
+
+
+def test_autocast_leaves_float64_alone_and_takes_mixed_inputs() -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert attention(Q.double(), K.double(), V.double(), method="taylor").dtype == torch.float64
+        assert attention(Q.bfloat16(), K.bfloat16(), V, method="taylor").dtype == torch.bfloat16
+
+
+def test_grouped_heads_without_a_batch() -> None:
+    keep, ids = torch.arange(6) != 2, torch.arange(6) // 4
+    for method in ("exact", "taylor"):
+        for masks in (dict(key_padding_mask=keep), dict(segment_ids=ids)):
+            wide = attention(Q, Q[:, :2], Q[:, :2], enable_gqa=True, method=method,
+                             **{name: mask.expand(2, -1) for name, mask in masks.items()})  # fmt: skip
+            bare = attention(Q[0], Q[0, :2], Q[0, :2], enable_gqa=True, method=method, **masks)
+            torch.testing.assert_close(bare, wide[0])
+
+
+def test_no_keys_and_no_widths() -> None:
+    q, k, v = (x.clone().requires_grad_() for x in (Q, K[:, :, :0], V[:, :, :0]))
+    for name in METHODS:
+        if getattr(METHODS[name], "key_shift", None) is None:
+            grads = torch.autograd.grad(attention(q, k, v, method=METHODS[name]).sum(), (q, k, v))
+            assert not grads[0].any()
+    for method in (Taylor(2), Linear("elu"), Linear(), Separable(), RandomFeatures(8)):
+        for is_causal in (False, True):
+            assert attention(Q[..., :0], Q[..., :0], Q, is_causal=is_causal, method=method).shape == Q.shape
+            assert attention(Q, Q, Q[..., :0], is_causal=is_causal, method=method).shape == (2, 4, 6, 0)
+        _, state = attention(Q[:0], K[:0], V[:0], method=method, return_state=True)
+        assert attention(Q[:0], K[:0], V[:0], method=method, state=state).shape == (0, 4, 6, 5)
+
+
+def test_a_shift_for_each_head() -> None:
+    shift = torch.arange(16.0).reshape(2, 8) / 16
+    method = Taylor(2, key_shift=shift)
+    plain = attention(Q, K[:, :2] - shift[:, None], V[:, :2], enable_gqa=True, method=Taylor(2))
+    torch.testing.assert_close(attention(Q, K[:, :2], V[:, :2], enable_gqa=True, method=method), plain)
+    mask = torch.ones(2, 4, 1, 7).bool()
+    mask[:, 1, :, 3] = False  # For one query head only.
+    masked = attention(Q, K[:, :2], V[:, :2], mask, enable_gqa=True, method=method)
+    torch.testing.assert_close(masked[:, 0], plain[:, 0])
+    assert not torch.allclose(masked[:, 1], plain[:, 1])

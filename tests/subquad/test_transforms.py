@@ -81,7 +81,7 @@ def test_a_state_passes_through_a_transform() -> None:
 
 @pytest.mark.parametrize("method", [Taylor(2), RandomFeatures(8), Separable(), Exact()], ids=str)
 def test_compiles_as_one_graph(method) -> None:
-    q, k, v = (x.detach().float().requires_grad_() for x in inputs(70))
+    q, k, v = (x.detach().requires_grad_() for x in inputs(70))
     torch.compiler.reset()
 
     def run(q, k, v):
@@ -89,9 +89,21 @@ def test_compiles_as_one_graph(method) -> None:
         return head, attention(q[:, :, :1], k[:, :, :1], v[:, :, :1], is_causal=True, method=method, state=state)
 
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    compiled(*(x.detach() for x in inputs(90)))  # Another length, after which the length is a symbol.
     found, wanted = compiled(q, k, v), run(q, k, v)
     for a, b in zip(found, wanted, strict=True):
         torch.testing.assert_close(a, b)
     gradients = [torch.autograd.grad(pair[0].sum() + pair[1].sum(), (q, k, v)) for pair in (found, wanted)]
     for a, b in zip(*gradients, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_forward_mode_on_the_dense_form(name) -> None:
+    q, k, v = (x.detach() for x in inputs())
+    run = by(METHODS[name], "dense", True, KEEP, SEGMENTS)
+    moves = tuple(torch.ones_like(x) for x in (q, k, v))
+    _, found = torch.func.jvp(run, (q, k, v), moves)
+    step = 1e-6
+    ahead, behind = (run(*(x + sign * step * m for x, m in zip((q, k, v), moves, strict=True))) for sign in (1, -1))
+    torch.testing.assert_close(found, (ahead - behind) / (2 * step), rtol=1e-5, atol=1e-6)
