@@ -177,10 +177,6 @@ _, STATE = attention(Q, K, V, method="taylor", return_state=True)
         (dict(dropout_p=0.1), r"dropout_p: expected 0, got 0.1"),
         (dict(dropout_p=-0.1), r"dropout_p: expected 0, got -0.1"),
         (
-            dict(attn_mask=torch.ones(6, 7).bool(), method="exact", return_state=True),
-            r"attn_mask: .* leave out the state",
-        ),
-        (
             dict(attn_mask=torch.ones(9, 7).bool(), method="exact", is_causal=True),
             r"attn_mask: .*\(..., 6, 7\), got \(9, 7\)",
         ),
@@ -325,3 +321,9 @@ def test_a_shift_for_each_head() -> None:
     masked = attention(Q, K[:, :2], V[:, :2], mask, enable_gqa=True, method=method)
     torch.testing.assert_close(masked[:, 0], plain[:, 0])
     assert not torch.allclose(masked[:, 1], plain[:, 1])
+
+
+def test_exact_with_a_state_refuses_a_mask_of_pairs() -> None:
+    _, state = attention(Q, K, V, torch.ones(6, 7).tril().bool(), return_state=True)
+    with pytest.raises(ValueError, match=r"attn_mask: .* leave out the state"):
+        attention(Q, K, V, torch.ones(6, 7).tril().bool(), state=state)
