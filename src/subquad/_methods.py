@@ -26,6 +26,10 @@ def resolve(method: Method | str) -> Method:
         if method not in METHODS:
             raise ValueError(f"method: expected one of {', '.join(map(repr, METHODS))} or a method, got {method!r}")
         return METHODS[method]()
+    if isinstance(method, type):
+        raise TypeError(
+            f"method: expected a method such as {method.__name__}(), got the class {method.__name__} itself"
+        )
     members = all(hasattr(method, name) for name in ("positive", "size")) and callable(method)
     if not isinstance(method, Exact | Separable) and not members:
         raise TypeError(
@@ -74,7 +78,7 @@ def kernel_of(method: Approximation, q: Tensor, k: Tensor, scale: float) -> tupl
     # A user's map may hold parameters, which only plain differentiation finds: its features are made here, once.
     finite = [x.isfinite().all(-1, keepdim=True) for x in (q, k)]
     q, k = (torch.where(flag, widen(x) * root, 0.0) for flag, x, root in zip(finite, (q, k), roots, strict=True))
-    (q, _), (k, log_scale) = _mapped(method, q, is_query=True), _mapped(method, k, is_query=False)
+    (q, _), (k, log_scale) = mapped(method, q, is_query=True), mapped(method, k, is_query=False)
     scaled = log_scale is not None
     if log_scale is not None:
         k = torch.cat([k, log_scale[..., None]], -1)
@@ -83,7 +87,7 @@ def kernel_of(method: Approximation, q: Tensor, k: Tensor, scale: float) -> tupl
     return kernel, torch.where(finite[0], q, torch.nan), torch.where(finite[1], k, torch.nan)
 
 
-def _mapped(method: FeatureMap, x: Tensor, is_query: bool) -> tuple[Tensor, Tensor | None]:
+def mapped(method: FeatureMap, x: Tensor, is_query: bool) -> tuple[Tensor, Tensor | None]:
     """The features of a user's map, computed in the dtype of its parameters, if it has any."""
     weight = next(method.parameters(), None) if isinstance(method, nn.Module) else None
     result = method(x if weight is None else x.to(weight.dtype), is_query=is_query)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from subquad._attention import Form, attend, attention
 from subquad._features import FeatureMap, Linear
-from subquad._methods import shifted
+from subquad._methods import mapped, shifted
 
 
 def check_feature_map(method: FeatureMap, width: int = 8, tolerance: float = 1e-9) -> None:
@@ -141,8 +141,8 @@ class FeatureMapConformance:
         return q.to(self.dtype), k.to(self.dtype), v.to(self.dtype)
 
     def _features(self, x: Tensor, is_query: bool) -> tuple[Tensor, Tensor]:
-        result = self.method(x, is_query=is_query)
-        return result if isinstance(result, tuple) else (result, torch.zeros_like(result[..., 0]))
+        features, log_scale = mapped(self.method, x, is_query=is_query)
+        return features, torch.zeros_like(features[..., 0]) if log_scale is None else log_scale
 
     def _weights(self, q: Tensor, k: Tensor) -> Tensor:
         root = self.width**-0.25  # Of the default scale.

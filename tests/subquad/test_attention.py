@@ -206,6 +206,8 @@ def test_what_cannot_be_honoured_is_refused_by_name(change, message) -> None:
 def test_an_object_that_is_no_method_is_named() -> None:
     with pytest.raises(TypeError, match=r"method: .* got int"):
         attention(Q, K, V, method=3)
+    with pytest.raises(TypeError, match=r"method: expected a method such as Taylor\(\), got the class Taylor itself"):
+        attention(Q, K, V, method=Taylor)
     with pytest.raises(TypeError, match=r"FeatureMap"):
         attention(Q, K, V, method=torch.nn.Linear(8, 8))
 

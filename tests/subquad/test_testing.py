@@ -96,3 +96,21 @@ def test_odd_series_warn_and_even_ones_do_not() -> None:
         warnings.simplefilter("error")
         Taylor(2)
         Taylor(0)
+
+
+def test_a_map_with_float32_parameters_is_taken_with_room_for_rounding() -> None:
+    class Learned(torch.nn.Module):
+        positive = True
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(3, 5)
+
+        def size(self, width: int) -> int:
+            return 5
+
+        def forward(self, x: Tensor, *, is_query: bool) -> Tensor:
+            return self.layer(x).square() + 0.1
+
+    torch.manual_seed(0)
+    check_feature_map(Learned(), width=3, tolerance=1e-4)

@@ -29,9 +29,9 @@ def test_failure_in_the_process_is_told():
 
 
 def test_peak_counts_memory_that_is_freed_again():
-    size = 64 * 2**20
+    size = 512 * 2**20  # More than this process can have lying free already.
     peak = peak_bytes(lambda: torch.ones(size // 4).sum())
-    assert size <= peak < 1.5 * size
+    assert 0.95 * size <= peak < 1.5 * size
 
 
 def test_best_time_is_the_quickest_call():
