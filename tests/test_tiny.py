@@ -224,3 +224,46 @@ def test_states_are_reordered_moved_and_detached() -> None:
         close(picked, whole[order])
         assert whole.requires_grad
         assert not attention(*last, method=method, state=state.detach().to("cpu"), segment_ids=ids).requires_grad
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_dense_in_several_blocks_and_chunks_in_one_unit(name, is_causal, monkeypatch) -> None:
+    inputs = tensors(requires_grad=True)
+    cotangent = tensors(seed=1, requires_grad=False)[2]
+    expected = reference(METHODS[name], *inputs, is_causal, KEEP)
+    wanted = torch.autograd.grad(expected, inputs, cotangent, materialize_grads=True)
+    monkeypatch.setattr(heart, "PAIRS", 1)
+    monkeypatch.setattr(heart, "CHUNK", 4)
+    output, _ = in_form("dense", METHODS[name], *inputs, is_causal, KEEP)
+    close(output.detach(), expected.detach())
+    for a, b in zip(torch.autograd.grad(output, inputs, cotangent), wanted, strict=True):
+        close(a, b)
+    monkeypatch.undo()
+    q, k, v = tensors(192, 192, requires_grad=False)  # Three chunks side by side, with nothing before them.
+    close(
+        in_form("chunked", METHODS[name], q, k, v, is_causal, chunk=64)[0].detach(),
+        reference(METHODS[name], q, k, v, is_causal).detach(),
+    )
+    output, _ = attention(q, k, v, is_causal=is_causal, method=METHODS[name], return_state=True)
+    close(output.detach(), reference(METHODS[name], q, k, v, is_causal).detach())
+
+
+@pytest.mark.parametrize("name", ["positive", "hyperbolic", "separable"])
+def test_a_segment_does_not_drown_in_the_one_before_it(name) -> None:
+    """The largest exponent that a row subtracts is one that it sees."""
+    q, k, v = tensors(requires_grad=False)
+    ids = (torch.arange(N) >= 6).long().expand(B, -1)
+    loud = torch.cat([k[:, :, :6] + 1000, k[:, :, 6:]], 2)
+    for form in ("dense", "chunked"):
+        found = in_form(form, METHODS[name], q, loud, v, True, None, ids)[0]
+        close(found[:, :, 6:], reference(METHODS[name], q, k, v, True, None, ids)[:, :, 6:])
+
+
+def test_masks_of_few_dimensions() -> None:
+    q, k, v = tensors(requires_grad=False)
+    for method in (Taylor(2), Separable(), Exact()):
+        expected = reference(method, q, k, v, False, KEEP[:1].expand(2, -1), scale=0.4)
+        for mask in (KEEP[0], KEEP[:1], KEEP[None, None, :1]):
+            close(attention(q, k, v, mask, scale=0.4, method=method, return_state=True)[0], expected)
+        close(attention(q, k, v, scale=0.4, method=method, key_padding_mask=KEEP[0]), expected)
