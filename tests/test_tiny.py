@@ -251,13 +251,15 @@ def test_dense_in_several_blocks_and_chunks_in_one_unit(name, is_causal, monkeyp
 
 @pytest.mark.parametrize("name", ["positive", "hyperbolic", "separable"])
 def test_a_segment_does_not_drown_in_the_one_before_it(name) -> None:
-    """The largest exponent that a row subtracts is one that it sees."""
+    """The largest exponent that a row subtracts is one that it sees: each half of the keys has by far the smaller one
+    for some method, and must give what it gives alone."""
     q, k, v = tensors(requires_grad=False)
     ids = (torch.arange(N) >= 6).long().expand(B, -1)
-    loud = torch.cat([k[:, :, :6] + 1000, k[:, :, 6:]], 2)
-    for form in ("dense", "chunked"):
-        found = in_form(form, METHODS[name], q, loud, v, True, None, ids)[0]
-        close(found[:, :, 6:], reference(METHODS[name], q, k, v, True, None, ids)[:, :, 6:])
+    for keys in (torch.cat([k[:, :, :6] + 1000, k[:, :, 6:]], 2), torch.cat([k[:, :, :6] * 0, k[:, :, 6:] * 60], 2)):
+        alone = in_form("dense", METHODS[name], q[:, :, 6:], keys[:, :, 6:], v[:, :, 6:], True)[0]
+        assert alone.any(-1).all()
+        for form in ("dense", "chunked"):
+            close(in_form(form, METHODS[name], q, keys, v, True, None, ids)[0][:, :, 6:], alone)
 
 
 def test_masks_of_few_dimensions() -> None:
