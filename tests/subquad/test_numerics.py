@@ -61,13 +61,7 @@ by_method = pytest.mark.parametrize("name", METHODS)
 by_causal_form = pytest.mark.parametrize("form", ["dense", "chunked"])
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Tensors this small keep one thread busy, and the bits of a sum may depend on how many threads share it."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def normal(*shape: int, seed: int = 0, std: float = 1.0, dtype: torch.dtype = torch.float32) -> Tensor:

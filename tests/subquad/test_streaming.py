@@ -13,12 +13,7 @@ WIDTH, CHUNK, STEPS = 16, 1000, 50
 TOKENS = 20_000
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def tokens(count: int) -> list[Tensor]:
