@@ -151,6 +151,11 @@ def attend(
     autocast = torch.is_autocast_enabled(device) and query.dtype != torch.float64
     if autocast and not isinstance(method, Exact):  # It makes inputs of different precision alike.
         query, key, value = widen(query), widen(key), widen(value)
+    plain = attn_mask is None and key_padding_mask is None and segment_ids is None and form is None and not autocast
+    if state is not None and return_state and plain:
+        next_token = decode(query, key, value, scale, enable_gqa, method, state)
+        if next_token is not None:
+            return next_token
     layout = check_shapes(query, key, value, enable_gqa)
     check_state(state, method, layout, segment_ids is not None, query.dtype)
     headless = query.dim() == 2
@@ -214,6 +219,40 @@ def attend(
             segment=None if last_segment is None or sums is None else layout.unfold(last_segment),
         )
     return output[0] if headless else output, resumable
+
+
+def decode(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None, enable_gqa: bool, method: Method, state: State
+) -> tuple[Tensor, State] | None:
+    """One token, without masks, after its state: the inner loop of decoding, so with no more ceremony than it needs.
+
+    None where anything is unusual, or wrong; `attend` then does it in the usual way, or says what is wrong.
+    """
+    sums, poison, log_scale, shape = state.sums, state.poison, state.log_scale, key.shape
+    if sums is None or poison is None or state.segment is not None or state.method is not method:
+        return None
+    if isinstance(method, Exact) or getattr(method, "key_shift", None) is not None:
+        return None
+    width, group = shape[-1], 1
+    if query.shape != shape:
+        if not enable_gqa or query.shape[:-3] != shape[:-3] or query.shape[-2:] != shape[-2:]:
+            return None
+        group = query.shape[-3] // shape[-3]
+    fits = shape[:-1] == (*poison.shape, 1) and value.shape == shape and query.numel() == group * key.numel() > 0
+    of_sums = (*poison.shape, method.size(width), width + 1)
+    if not fits or sums.shape != of_sums or not query.dtype == key.dtype == value.dtype == sums.dtype:
+        return None
+    rows = poison.numel()
+    k = key.reshape(rows, 1, width)
+    kernel, q, k = kernel_of(method, query.reshape(rows, group, 1, width), k, 1 / sqrt(width) if scale is None else scale)
+    flat = None if log_scale is None else log_scale.reshape(rows, -1)
+    found = kernel.advance(q, k, value.reshape(rows, 1, width), Sums(sums.flatten(0, -3), poison.flatten(), flat))
+    if found is None:
+        return None
+    output, after = found
+    log_scale = None if after.log_scale is None or log_scale is None else after.log_scale.reshape(log_scale.shape)
+    new = State(method, state.length + 1, after.values.reshape(of_sums), after.poison.reshape(poison.shape), log_scale)
+    return output.reshape(query.shape), new
 
 
 # Measured on two cores: shorter and the interpreter costs more than the arithmetic, longer and the cache is left.

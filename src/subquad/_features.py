@@ -45,6 +45,8 @@ def constant(make: Table) -> Table:
     return cast(Table, made)
 
 
+FEW = 2  # tokens
+
 Shift = tuple[float, ...] | tuple[tuple[float, ...], ...]
 
 
@@ -138,6 +140,8 @@ class Taylor:
 
     def monomials(self, x: Tensor) -> Tensor:
         """(..., n, d) -> (..., n, r): the basis before its weights."""
+        if x.shape[-2] <= FEW and self.basis == "symmetric" and self.degree > 0 < x.shape[-1]:
+            return _symmetric_monomials_of_few(x, self.degree)
         rows = x.mT  # Feature-major, so that each block below is one long product over contiguous memory.
         one = torch.ones_like(rows[..., :1, :])
         if self.basis == "diagonal":
@@ -171,6 +175,24 @@ def _symmetric_monomials(rows: Tensor, one: Tensor, degree: int) -> Tensor:
         if power < degree:
             previous = rows if power == 1 else torch.cat(products, -2)
     return torch.cat(blocks, -2)
+
+
+def _symmetric_monomials_of_few(x: Tensor, degree: int) -> Tensor:
+    """(..., n, d) -> (..., n, C(d+degree, degree)), the same in fewer operations, which make more products than needed:
+    for a token or two, it is the number of operations that costs."""
+    blocks, previous = [torch.ones_like(x[..., :1]), x], x
+    for power in range(2, degree + 1):
+        products = (previous.unsqueeze(-1) * x.unsqueeze(-2)).flatten(-2)
+        previous = products[..., _symmetric_places(x.shape[-1], power, x.device)]
+        blocks.append(previous)
+    return torch.cat(blocks, -1)
+
+
+@constant
+def _symmetric_places(width: int, power: int, device: torch.device) -> Tensor:
+    """Where the monomials of this degree stand among all products of a prefix of degree power-1 and a variable."""
+    places = [prefix * width + i for i in range(width) for prefix in range(comb(i + power - 1, power - 1))]
+    return torch.tensor(places, device=device)
 
 
 @constant

@@ -264,27 +264,32 @@ class FeatureKernel(Kernel):
         return self._finish(total, row_poison(queries, keys, view, around))
 
     def advance(self, q: Tensor, k: Tensor, v: Tensor, before: Sums) -> tuple[Tensor, Sums] | None:
-        """Query and key go through the map together."""
-        if q.shape[-1] != k.shape[-1]:  # A user's map with a log-scale: its keys have a column more.
+        """Key, queries and value go through the map, and through each check, together."""
+        root = self.root_scale[1]
+        if not q.shape[-1] == k.shape[-1] == v.shape[-1] or root != self.root_scale[0]:
             return None
-        q, k, v = widen(q) * self.root_scale[0], widen(k) * self.root_scale[1], widen(v)
-        tokens = torch.cat([k, q.flatten(1, 2)], 1)  # (b, 1 + g, d)
-        own, poison = _poison(tokens), before.poison + _poison(v)[:, 0]
-        poison = poison + own[:, 0]
-        features, scales = self.features(_cleaned(tokens), False, self.table)
-        value, old, scale = F.pad(_cleaned(v), (0, 1), value=1.0), before.values, None
-        if scales is not None and before.log_scale is not None:
-            scale = torch.maximum(before.log_scale, scales[:, :1].detach())
-            value = value * (scales[:, :1] - scale).exp()[..., None]
-            old = old * (before.log_scale - scale).exp()[..., None]
+        rows = widen(torch.cat([k, q.flatten(1, 2), v], 1))  # (b, 1 + g + 1, d)
+        sick = _poison(rows)
+        poison = before.poison + sick[:, 0] + sick[:, -1]
+        rows = _cleaned(rows)
+        tokens = rows[:, :-1]
+        features, scales = self.features(tokens if root == 1 else tokens * root, False, self.table)
+        value = torch.constant_pad_nd(rows[:, -1:], (0, 1), 1.0)
         key = features[:, :1] * self.table if self.weighted and self.table is not None else features[:, :1]
-        sums = torch.baddbmm(old, key.mT, value)
-        total = torch.bmm(features[:, 1:], sums).unflatten(1, q.shape[1:3])
-        sick = own[:, 1:].unflatten(1, q.shape[1:3]) + poison[:, None, None]
-        return self._finish(total, sick), Sums(sums, poison, scale)
+        scale = None
+        if scales is None or before.log_scale is None:
+            sums = torch.addcmul(before.values, key.mT, value)
+        else:
+            own = scales[:, :1]
+            scale = torch.maximum(before.log_scale, own.detach())
+            faded = before.values * (before.log_scale - scale).exp_()[..., None]
+            sums = faded.addcmul_(key.mT, value * (own - scale).exp_()[..., None])
+        total = torch.bmm(features[:, 1:], sums)  # (b, g, e + 1): a row for each query of the group
+        output = self._finish(total, sick[:, 1:-1] + poison[:, None])
+        return output[:, :, None], Sums(sums, poison, scale)
 
     def _finish(self, total: Tensor, poison: Tensor) -> Tensor:
-        """(b, g, n, e + 1) -> (b, g, n, e): divide by the normaliser, and poison (b, g, n)."""
+        """(..., e + 1) -> (..., e): divide by the normaliser, and poison (...)."""
         if not self.normalized:
             return total[..., :-1] + poison[..., None]
         return torch.addcmul(poison[..., None], total[..., :-1], inverse(total[..., -1:]))

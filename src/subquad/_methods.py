@@ -1,7 +1,6 @@
 """From a method, a value that the user names, to the kernel that the forms compute with."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from math import copysign, sqrt
 from typing import Any
 
@@ -15,23 +14,25 @@ from subquad._separable import Separable, SeparableKernel
 Approximation = Taylor | RandomFeatures | Linear | Separable | FeatureMap
 Method = Exact | Approximation
 
-METHODS: dict[str, Callable[[], Method]] = {
-    "exact": Exact, "taylor": Taylor, "random": RandomFeatures, "linear": Linear, "separable": Separable
+METHODS: dict[str, Method] = {
+    "exact": Exact(), "taylor": Taylor(), "random": RandomFeatures(), "linear": Linear(), "separable": Separable()
 }  # fmt: skip
 
 
 def resolve(method: Method | str) -> Method:
     """A method by its name, or itself."""
+    if isinstance(method, Exact | Taylor | RandomFeatures | Linear | Separable):
+        return method
     if isinstance(method, str):
         if method not in METHODS:
             raise ValueError(f"method: expected one of {', '.join(map(repr, METHODS))} or a method, got {method!r}")
-        return METHODS[method]()
+        return METHODS[method]
     if isinstance(method, type):
         raise TypeError(
             f"method: expected a method such as {method.__name__}(), got the class {method.__name__} itself"
         )
     members = all(hasattr(method, name) for name in ("positive", "size")) and callable(method)
-    if not isinstance(method, Exact | Separable) and not members:
+    if not members:
         raise TypeError(
             f"method: expected a name, a method such as Taylor(2), or an object with the members of FeatureMap "
             f"(positive, size and __call__), got {type(method).__name__}"
@@ -59,22 +60,22 @@ def kernel_of(method: Approximation, q: Tensor, k: Tensor, scale: float) -> tupl
     roots = (copysign(root, scale), root)
     if isinstance(method, Separable):
         return SeparableKernel(roots), q, k
-    kernel = FeatureKernel(roots, size=method.size(q.shape[-1]))
+    size = method.size(q.shape[-1])
     features: Callable[[Tensor, bool, Any], tuple[Tensor, Tensor | None]]
     if isinstance(method, Taylor):
         weights = method.weights(widen(q[:0]))
         series = method.series if method.basis == "symmetric" else None
         features = lambda x, *_: (method.monomials(x), None)
-        return replace(kernel, table=weights, features=features, of_logits=series, weighted=True), q, k
+        return FeatureKernel(roots, weights, features, of_logits=series, weighted=True, size=size), q, k
     if isinstance(method, Linear):
         identity = method.activation == "identity"
         of_logits = (lambda x: x) if identity else None
         features = lambda x, *_: (method(x), None)
-        return replace(kernel, features=features, of_logits=of_logits, normalized=not identity), q, k
+        return FeatureKernel(roots, None, features, of_logits=of_logits, normalized=not identity, size=size), q, k
     if isinstance(method, RandomFeatures):
         projections = method.projections(widen(q[:0]))
         features = lambda x, _, table: method.project(x, table)
-        return replace(kernel, table=projections, features=features, scaled=True), q, k
+        return FeatureKernel(roots, projections, features, scaled=True, size=size), q, k
     # A user's map may hold parameters, which only plain differentiation finds: its features are made here, once.
     finite = [x.isfinite().all(-1, keepdim=True) for x in (q, k)]
     q, k = (torch.where(flag, widen(x) * root, 0.0) for flag, x, root in zip(finite, (q, k), roots, strict=True))
@@ -83,7 +84,7 @@ def kernel_of(method: Approximation, q: Tensor, k: Tensor, scale: float) -> tupl
     if log_scale is not None:
         k = torch.cat([k, log_scale[..., None]], -1)
     features = lambda x, is_query, _: (x[..., :-1], x[..., -1]) if scaled and not is_query else (x, None)
-    kernel = replace(kernel, root_scale=(1.0, 1.0), features=features, scaled=scaled)
+    kernel = FeatureKernel((1.0, 1.0), None, features, scaled=scaled, size=size)
     return kernel, torch.where(finite[0], q, torch.nan), torch.where(finite[1], k, torch.nan)
 
 
