@@ -19,7 +19,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from subquad._kernel import EMPTY, Kernel, Keys, Sums, absorb, merge, ready_keys, ready_queries
+from subquad._kernel import EMPTY, Kernel, Keys, Sums, absorb, merge, merged_in_turn, ready_keys, ready_queries
 from subquad._masks import View
 from subquad._recompute import recomputed, scanned
 
@@ -89,7 +89,8 @@ def chunked(
             outputs.append(
                 _unfold(count, kernel.meet_chunk(ready_queries(kernel, q_c), keys, view, around).to(q.dtype))
             )
-        return torch.cat(outputs, 2), *(() if last or sums is None else _tensors(sums))
+        output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
+        return output, *(() if last or sums is None else _tensors(sums))
 
     units = _sizes(k.shape[1], chunk, unit)
     runs_before = None
@@ -240,21 +241,17 @@ def _join(before: Sums | None, own: Sums) -> Sums:
 
 def _prefixes(before: Sums | None, own: Sums, count: int) -> tuple[Sums, Sums]:
     """Of sums (b*s, ...) of single chunks: the sums before each chunk (b*s, ...), and those after the last (b, ...)."""
-    chunks = [Sums(*parts) for parts in zip(*(_unbind(part, count) for part in own), strict=True)]
+    chunks = Sums(*(None if part is None else part.unflatten(0, (-1, count)) for part in own))  # type: ignore[arg-type]
     if before is None:
-        nothing = (None if x is None else torch.full_like(x, fill) for x, fill in zip(chunks[0], EMPTY, strict=True))
+        nothing = (None if x is None else torch.full_like(x[:, 0], fill) for x, fill in zip(chunks, EMPTY, strict=True))
         before = Sums(*cast(Any, nothing))
-    found = [before]
-    for chunk in chunks:
-        found.append(merge(found[-1], chunk))
-    stacked = (
-        None if parts[0] is None else torch.stack(parts, 1).flatten(0, 1) for parts in zip(*found[:-1], strict=True)
-    )
+    found = merged_in_turn(before, chunks)
+    stacked = (None if x is None else torch.stack(x, 1).flatten(0, 1) for x in _columns(found[:-1]))
     return Sums(*cast(Any, stacked)), found[-1]
 
 
-def _unbind(part: Tensor | None, count: int) -> tuple[Tensor | None, ...]:
-    return (None,) * count if part is None else part.unflatten(0, (-1, count)).unbind(1)
+def _columns(sums: Sequence[Sums]) -> list[Any]:
+    return [None if parts[0] is None else parts for parts in zip(*sums, strict=True)]
 
 
 def _around(runs: Tensor | None, *sides: Sums | None) -> list[tuple[Sums, Tensor | None]]:

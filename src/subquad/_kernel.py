@@ -157,6 +157,37 @@ def merge(before: Sums, after: Sums) -> Sums:
     return Sums(torch.addcmul(new, old, (old_scale - level).exp()[..., None]), poison, scale, after.run)
 
 
+def merged_in_turn(before: Sums, chunks: Sums) -> list[Sums]:
+    """`before`, then `before` merged with one after another of chunks (b, s, ...): what is small is computed at once."""
+    count, runs = chunks.poison.shape[1], chunks.run
+    goes_on: Sequence[Tensor | None] = [None] * count
+    if runs is not None and before.run is not None:
+        goes_on = (torch.cat([before.run[:, None], runs[:, :-1]], 1) == runs).unbind(1)
+
+    def kept(old: Tensor, fill: float, i: int) -> Tensor:
+        same = goes_on[i]
+        return old if same is None else torch.where(same.reshape(-1, *(1,) * (old.dim() - 1)), old, fill)
+
+    new, fading = chunks.values.unbind(1), None
+    scales: list[Tensor | None] = [None] * (count + 1)
+    if before.log_scale is not None and chunks.log_scale is not None:
+        olds, tops = [], [before.log_scale]
+        for i, own in enumerate(chunks.log_scale.unbind(1)):
+            olds.append(kept(tops[-1], NEVER, i))
+            tops.append(torch.maximum(olds[-1], own))
+        level = finite(torch.stack(tops[1:], 1))
+        new = (chunks.values * (chunks.log_scale - level).exp()[..., None]).unbind(1)
+        fading = (torch.stack(olds, 1) - level).exp()[..., None].unbind(1)
+        scales = [*tops]
+    found = [before]
+    for i, poison in enumerate(chunks.poison.unbind(1)):
+        old = kept(found[-1].values, 0.0, i)
+        values = new[i] + old if fading is None else torch.addcmul(new[i], old, fading[i])
+        run = None if runs is None else runs[:, i]
+        found.append(Sums(values, poison + kept(found[-1].poison, 0.0, i), scales[i + 1], run))
+    return found
+
+
 def finite(log_scale: Tensor) -> Tensor:
     """0 in place of -inf, the log-scale of nothing, so that no difference to it is inf - inf."""
     return torch.where(log_scale == NEVER, 0.0, log_scale)

@@ -23,7 +23,8 @@ Tensors = tuple[Tensor | None, ...]
 
 def recomputed(kernel: Kernel, body: Body, inputs: Tensors, constants: Tensors) -> tuple[Tensor, ...]:
     """body(kernel, *inputs, *constants), differentiable in the inputs. The body may close over no tensor."""
-    if torch.compiler.is_compiling():  # The compiler decides by itself what to keep and what to compute again.
+    # The compiler decides by itself what to keep and what to compute again; without a derivative nothing is kept.
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return body(kernel, *inputs, *constants)
 
     def with_table(*tensors: Tensor | None) -> tuple[Tensor, ...]:

@@ -12,7 +12,9 @@ Axes: b batch and key heads, g query heads per key head, n queries, m keys, e va
 h half a block.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -90,9 +92,13 @@ class SeparableKernel(Kernel):
         def halves(x: Tensor, h: int) -> Tensor:
             return x.reshape(*x.shape[:-2], size // (2 * h), 2, h, x.shape[-1])  # (..., s, 2, h, c)
 
+        def on_half(x: Tensor, h: int, half: int, change: Callable[[Tensor], Tensor]) -> Tensor:
+            parts = list(halves(x, h).unbind(-3))
+            parts[half] = change(parts[half])
+            return torch.stack(parts, -3).flatten(-4, -2)
+
+        shown = keys.keep is None and runs is None and size == length  # No exponent is -inf.
         halved, tops = [], logs.detach()
-        if runs is None:  # Then the chunk is causal: only segments are met in both ways.
-            tops = tops.cummax(1).values
         for h, back in levels:
             sender, reader = (1, 0) if back else (0, 1)
             sent = halves(logs, h)[..., sender, :, :]  # (b, s, h, c)
@@ -103,9 +109,9 @@ class SeparableKernel(Kernel):
                 sent = torch.where((by_half[..., sender, :] == border)[..., None], sent, NEVER)
                 may_read = (by_half[..., reader, :] == border)[..., None]
             level = sent.detach().amax(-2, keepdim=True)  # (b, s, 1, c)
-            if may_read is not None:
-                tops = torch.maximum(tops, _one_half(torch.where(may_read, level, NEVER), reader, NEVER))
-            halved.append((h, sender, reader, (sent - finite(level)).exp(), level, may_read))
+            seen = level if may_read is None else torch.where(may_read, level, NEVER)
+            tops = on_half(tops, h, reader, partial(torch.maximum, seen))
+            halved.append((h, sender, reader, (sent - (level if shown else finite(level))).exp(), level, may_read))
         n, padded = slice(0, length), [(s, None if r is None else F.pad(r, (0, size - length))) for s, r in around]
         top = highest(tops, padded)
         own = (logs - top).exp()  # (b, n, c): what a row's own key weighs
@@ -114,21 +120,15 @@ class SeparableKernel(Kernel):
             factor = (level - halves(top, h)[..., reader, :, :]).clamp(max=0.0).exp()  # (b, s, h, c)
             factor = factor if may_read is None else torch.where(may_read, factor, 0.0)
             factors.append(factor)
-            normalizer = normalizer + _one_half(factor * sent.sum(-2, keepdim=True), reader, 0.0)
+            normalizer = on_half(normalizer, h, reader, partial(torch.add, factor * sent.sum(-2, keepdim=True)))
         share, decays = _shares(q, top, normalizer, padded)
         total = (share * own[:, None]).sum(-1, keepdim=True) * values[:, None]
         for (h, sender, reader, sent, _, _), factor in zip(halved, factors, strict=True):
             asked = halves(share, h)[..., reader, :, :] * factor[:, None]  # (b, g, s, h, c)
             w = torch.matmul(asked, sent[:, None].mT)  # (b, g, s, h, h)
             part = torch.matmul(w, halves(values, h)[:, None, :, sender])
-            total = total + _one_half(part, reader, 0.0)
+            total = on_half(total, h, reader, partial(torch.add, part))
         return _with_sums(total[:, :, n], queries, keys, view, share[:, :, n], [d[:, n] for d in decays], around)
-
-
-def _one_half(x: Tensor, half: int, rest: float) -> Tensor:
-    """(..., s, h, c) -> (..., s*2*h, c), where x fills one half of each block."""
-    other = torch.full_like(x, rest)
-    return torch.stack((x, other) if half == 0 else (other, x), -3).flatten(-4, -2)
 
 
 def _shares(q: Tensor, top: Tensor, normalizer: Tensor, around: Around) -> tuple[Tensor, list[Tensor]]:
