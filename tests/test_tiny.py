@@ -9,7 +9,7 @@ import torch
 import subquad._attention as heart
 from reference import METHODS, Squares, reference
 from subquad import Exact, Linear, RandomFeatures, Separable, State, Taylor, attention
-from subquad._attention import attend
+from subquad._attention import attend, decode
 
 B, H, N, D, E = 2, 2, 13, 4, 3
 NAMES = [*METHODS]
@@ -269,3 +269,47 @@ def test_masks_of_few_dimensions() -> None:
         for mask in (KEEP[0], KEEP[:1], KEEP[None, None, :1]):
             close(attention(q, k, v, mask, scale=0.4, method=method, return_state=True)[0], expected)
         close(attention(q, k, v, scale=0.4, method=method, key_padding_mask=KEEP[0]), expected)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if getattr(METHODS[name], "key_shift", None) is None])
+@pytest.mark.parametrize("group", [1, 2])
+def test_decoding_takes_the_quick_way_and_means_the_same(name, group, monkeypatch) -> None:
+    """Token by token, with values as wide as keys: outputs, states and gradients of the whole sequence."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = (B, H * group, N, D), (B, H, N, D), (B, H, N, D)
+    inputs = [torch.randn(s, generator=generator, dtype=torch.float64, requires_grad=True) for s in shapes]
+    method, quick = METHODS[name], []
+    monkeypatch.setattr(heart, "decode", lambda *arguments: quick.append(decode(*arguments)) or quick[-1])
+    whole, last = attention(*inputs, is_causal=True, enable_gqa=True, method=method, return_state=True)
+    state, outputs = None, []
+    for token in zip(*(x.split(1, -2) for x in inputs), strict=True):
+        output, state = attention(*token, is_causal=True, enable_gqa=True, method=method, state=state,
+                                  return_state=True)  # fmt: skip
+        outputs.append(output)
+    assert len(quick) == N - 1
+    assert all((found is None) == (name in ("separable", "user")) for found in quick)
+    assert state.length == last.length == N
+    joined = torch.cat(outputs, -2)
+    close(joined, whole)
+    exponent = 0.0 if last.log_scale is None else (state.log_scale - last.log_scale)[..., None]
+    close(state.sums * torch.as_tensor(exponent).exp(), last.sums)
+    cotangent = torch.randn(whole.shape, generator=generator, dtype=torch.float64)
+    expected = torch.autograd.grad(whole, inputs, cotangent, retain_graph=True)
+    for found, wanted in zip(torch.autograd.grad(joined, inputs, cotangent), expected, strict=True):
+        close(found, wanted)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("place", [0, 1, 2], ids=["query", "key", "value"])
+def test_decoding_poisons_what_the_whole_sequence_poisons(name, bad, place) -> None:
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(1, H, 5, D, generator=generator, dtype=torch.float64) for _ in range(3)]
+    inputs[place][0, 0, 2, 1] = bad
+    whole = attention(*inputs, is_causal=True, method=METHODS[name])
+    state, outputs = None, []
+    for token in zip(*(x.split(1, -2) for x in inputs), strict=True):
+        output, state = attention(*token, is_causal=True, method=METHODS[name], state=state, return_state=True)
+        outputs.append(output)
+    torch.testing.assert_close(torch.cat(outputs, -2), whole, rtol=1e-9, atol=1e-10, equal_nan=True)
+    assert torch.equal(state.poison.isnan(), torch.tensor([[place > 0, False]]))

@@ -35,7 +35,7 @@ TWINS = [
 NAMES = dict(TWINS) | {b: a for a, b in TWINS}
 DROPPED = {"abs", "clamp", "exp", "exp_", "reciprocal", "softmax", "sqrt", "square"}
 
-TUNING = {"CHUNK", "WAVE", "CACHE", "UNIT", "PAIRS", "BLOCK"}  # How much is computed at once: any size is right.
+TUNING = {"CHUNK", "WAVE", "CACHE", "UNIT", "PAIRS", "BLOCK", "FEW"}  # How much is computed at once: any size is right.
 WORDING = {"hint", "made"}  # Parts of error messages.
 # `strict` guards against what no caller can cause, and there is one device where the tests run.
 KEYWORDS = {"strict", "device"}
@@ -65,6 +65,8 @@ def is_spared(node: ast.AST) -> bool:
         case ast.Assert() | ast.Call(func=ast.Attribute(attr="empty")):  # Narrows a type; makes room in memory.
             return True
         case ast.FunctionDef(body=[*_, ast.Expr(ast.Constant(EllipsisType()))]):  # An overload, or a protocol's.
+            return True
+        case ast.FunctionDef(name="choose_form"):  # It decides how quick a call is: any form, and any size, is right.
             return True
         case ast.Assign(targets=[ast.Name(name)]):
             return name in TUNING | WORDING

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from subquad import _forms as forms
 from subquad._exact import exact_attention
-from subquad._features import Exact, Linear, Taylor
+from subquad._features import Exact, Linear, RandomFeatures, Taylor
 from subquad._kernel import FeatureKernel, Kernel, Sums, widen
 from subquad._layout import Layout, check_shapes, check_state
 from subquad._masks import is_per_query_head, key_mask, refuse_unfactored, segment_runs
@@ -231,7 +231,7 @@ def decode(
     sums, poison, log_scale, shape = state.sums, state.poison, state.log_scale, key.shape
     if sums is None or poison is None or state.segment is not None or state.method is not method:
         return None
-    if isinstance(method, Exact) or getattr(method, "key_shift", None) is not None:
+    if not isinstance(method, Taylor | RandomFeatures | Linear) or getattr(method, "key_shift", None) is not None:
         return None
     width, group = shape[-1], 1
     if query.shape != shape:
@@ -243,10 +243,10 @@ def decode(
     if not fits or sums.shape != of_sums or not query.dtype == key.dtype == value.dtype == sums.dtype:
         return None
     rows = poison.numel()
-    k = key.reshape(rows, 1, width)
-    kernel, q, k = kernel_of(method, query.reshape(rows, group, 1, width), k, 1 / sqrt(width) if scale is None else scale)
+    q, k, v = query.reshape(rows, group, 1, width), key.reshape(rows, 1, width), value.reshape(rows, 1, width)
+    kernel, q, k = kernel_of(method, q, k, 1 / sqrt(width) if scale is None else scale)
     flat = None if log_scale is None else log_scale.reshape(rows, -1)
-    found = kernel.advance(q, k, value.reshape(rows, 1, width), Sums(sums.flatten(0, -3), poison.flatten(), flat))
+    found = kernel.advance(q, k, v, Sums(sums.flatten(0, -3), poison.flatten(), flat))
     if found is None:
         return None
     output, after = found

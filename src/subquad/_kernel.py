@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from subquad._masks import View
 
@@ -158,7 +157,7 @@ def merge(before: Sums, after: Sums) -> Sums:
 
 
 def merged_in_turn(before: Sums, chunks: Sums) -> list[Sums]:
-    """`before`, then `before` merged with one after another of chunks (b, s, ...): what is small is computed at once."""
+    """`before`, then `before` merged with one after another of chunks (b, s, ...); what is small, for all at once."""
     count, runs = chunks.poison.shape[1], chunks.run
     goes_on: Sequence[Tensor | None] = [None] * count
     if runs is not None and before.run is not None:

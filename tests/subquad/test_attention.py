@@ -325,6 +325,33 @@ def test_a_shift_for_each_head() -> None:
     assert not torch.allclose(masked[:, 1], plain[:, 1])
 
 
+def test_a_mask_of_keys_may_have_one_dimension_or_two() -> None:
+    keep = torch.arange(7) != 3
+    wanted = attention(Q, K, V, keep.expand(2, 1, 1, 7), method="taylor")
+    for mask in (keep, keep[None]):
+        torch.testing.assert_close(attention(Q, K, V, mask, method="taylor"), wanted)
+        torch.testing.assert_close(attention(Q[0], K[0], V[0], mask, method="taylor"), wanted[0])
+
+
+def test_exact_resumes_with_padding_after_none() -> None:
+    keep = torch.tensor([[True, False, True], [False, True, True]])
+    _, state = attention(Q[..., :4, :], K[..., :4, :], V[..., :4, :], return_state=True)
+    resumed, _ = attention(Q, K[..., 4:, :], V[..., 4:, :], key_padding_mask=keep, state=state, return_state=True)
+    all_keys = torch.cat([torch.ones(2, 4, dtype=torch.bool), keep], 1)
+    torch.testing.assert_close(resumed, attention(Q, K, V, key_padding_mask=all_keys))
+
+
+def test_a_backward_inside_autocast_keeps_float32() -> None:
+    """Also for the queries' own products: in bfloat16 they would differ in the third digit."""
+    inputs = [x.clone().requires_grad_() for x in draw((1, 2, 300, 8), (1, 2, 300, 8), (1, 2, 300, 8))]
+    output = attention(*inputs, is_causal=True, method="random")
+    wanted = torch.autograd.grad(output.sum(), inputs, retain_graph=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = torch.autograd.grad(output.sum(), inputs)
+    for a, b in zip(found, wanted, strict=True):
+        assert torch.equal(a, b)
+
+
 def test_exact_with_a_state_refuses_a_mask_of_pairs() -> None:
     _, state = attention(Q, K, V, torch.ones(6, 7).tril().bool(), return_state=True)
     with pytest.raises(ValueError, match=r"attn_mask: .* leave out the state"):
