@@ -287,15 +287,15 @@ def choose_form(
     separable = isinstance(method, Separable)
     # Where weights come from logits, a pair costs d and not r.
     polynomial = (isinstance(method, Taylor) and method.basis == "symmetric") or method == Linear("identity")
-    if chunk is not None:
-        wave, unit = 2 * chunk, 4 * chunk
+    if chunk is not None:  # A test that crosses all borders.
+        wave, unit, batch = 2 * chunk, 4 * chunk, b
     else:
         chunk = max(1, min(n if n <= 2 * CHUNK else CHUNK, CACHE // max(1, r)))
         wave = chunk * max(1, min(WAVE, CACHE // max(r, chunk, 1)) // (b * layout.group * chunk))
         unit = wave * max(1, UNIT // wave)
+        batch = max(1, min(WAVE, CACHE // max(r, chunk, 1)) // (layout.group * chunk))
     pair = r * 4 if separable else (d if polynomial else r)
     rows = max(1, min(n, max(CHUNK, PAIRS // max(1, b * layout.group * m))))
-    batch = b if form is not None else max(1, min(WAVE, CACHE // max(r, chunk, 1)) // (layout.group * chunk))
     sizes = Sizes(chunk, wave, unit, rows, batch)
     if form is not None:
         return form, sizes

@@ -78,15 +78,26 @@ def segment_runs(layout: Layout, segment_ids: Tensor, before: Tensor | None) -> 
 
 
 class View(NamedTuple):
-    """Which keys a block of rows may see, apart from padding: those not after it, and those of its segment."""
+    """Which keys a block of rows may see, apart from padding: those not after it, and those of its segment.
+
+    Or, where rows stand at any places, those that `seen` says.
+    """
 
     is_causal: bool
     first: int = 0  # The place of the first row among the keys: row i sees keys 0 .. first + i.
     row_runs: Tensor | None = None  # (b, n)
     key_runs: Tensor | None = None  # (b, m)
+    seen: Tensor | None = None  # (b, n, m), True = may be seen
+
+    @property
+    def is_regular(self) -> bool:
+        """Whether a row sees all keys, or all up to its own place."""
+        return self.row_runs is None and self.seen is None
 
     def mask(self, n: int, m: int, device: torch.device) -> Tensor:
         """(1 or b, n, m), True = may be seen."""
+        if self.seen is not None:
+            return self.seen
         seen = torch.ones(1, n, m, dtype=torch.bool, device=device)
         seen = seen.tril(self.first) if self.is_causal else seen
         if self.row_runs is None or self.key_runs is None:
@@ -95,13 +106,13 @@ class View(NamedTuple):
 
     def hide(self, weights: Tensor) -> Tensor:
         """Weights (b, g, n, m) with zeros where a key may not be seen, whatever stood there."""
-        if self.row_runs is None:
+        if self.is_regular:
             return weights.tril(self.first) if self.is_causal else weights  # Far quicker than a mask.
         return torch.where(self.mask(weights.shape[-2], weights.shape[-1], weights.device)[:, None], weights, 0.0)
 
     def poison(self, keys: Tensor, n: int) -> Tensor:
         """(b, n): NaN in the rows that see a NaN of keys (b, m), which are NaN or 0; else 0."""
-        if self.row_runs is not None:
+        if not self.is_regular:
             return torch.where(self.mask(n, keys.shape[-1], keys.device), keys[:, None], 0.0).sum(-1)
         if not self.is_causal:
             return keys.sum(-1, keepdim=True).expand(-1, n)
@@ -109,7 +120,7 @@ class View(NamedTuple):
 
     def highest(self, keys: Tensor, n: int) -> Tensor:
         """(b, n): the largest of keys (b, m) that each row sees."""
-        if self.row_runs is not None:
+        if not self.is_regular:
             return torch.where(self.mask(n, keys.shape[-1], keys.device), keys[:, None], float("-inf")).amax(-1)
         if not self.is_causal:
             return keys.amax(-1, keepdim=True).expand(-1, n)

@@ -1,0 +1,319 @@
+"""How long a call takes on this machine, from its shape: measured once, kept in the user's cache folder.
+
+    seconds = sum_i c_i * work_i(shape)      c_i >= 0, one set for each family of methods, form and direction
+
+The work is what a form does: products of pairs, products with features, elements that are made, waves that are started.
+The coefficients are fitted, relatively, to a grid of measured calls. A cache that is damaged, or of another machine,
+version or number of threads, is made anew.
+"""
+
+import json
+import math
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from subquad._attention import Form, attend, choose_form
+from subquad._features import Exact, Linear, RandomFeatures, Taylor
+from subquad._layout import Layout
+from subquad._methods import Approximation, Method
+from subquad._separable import Separable
+
+VERSION = 1  # of the file and of the work that the coefficients are for
+Progress = Callable[[int, int], None]  # (calls measured, calls in all)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a call."""
+
+    query_length: int
+    key_length: int
+    head_dim: int
+    value_dim: int
+    heads: int = 1
+    key_heads: int = 1
+    batch: int = 1
+    is_causal: bool = False
+    training: bool = False
+
+    @property
+    def layout(self) -> Layout:
+        group = self.heads // self.key_heads
+        return Layout((self.batch,), self.key_heads, group, self.query_length, self.key_length, self.head_dim,
+                      self.value_dim, torch.device("cpu"))  # fmt: skip
+
+    @property
+    def pairs(self) -> int:
+        """Queries and keys that see each other, over all heads."""
+        n, m = self.query_length, self.key_length
+        both = min(n, m)
+        seen = both * (both + 1) // 2 + (n - both) * m if self.is_causal else n * m
+        return self.batch * self.heads * seen
+
+
+def form_of(method: Approximation, shape: Shape) -> Form:
+    """The form that `attention` takes by itself."""
+    return choose_form(method, shape.layout, shape.is_causal, False, False, None, None)[0]
+
+
+def family(method: Method) -> str:
+    """Methods whose calls do the same kind of work."""
+    names = {Exact: "exact", Taylor: "taylor", RandomFeatures: "random", Separable: "separable"}
+    return names.get(type(method), "linear")
+
+
+def work(method: Method, form: str, shape: Shape) -> list[float]:
+    """What a call does, in the units that its coefficients are for."""
+    d, e, pairs = shape.head_dim, shape.value_dim, shape.pairs
+    queries = shape.batch * shape.heads * shape.query_length
+    tokens = (queries + shape.batch * shape.key_heads * shape.key_length) / 2
+    if isinstance(method, Exact):
+        return [1.0, pairs * (d + e), pairs, tokens * (d + e)]
+    r = method.size(d)
+    powers = method.degree if isinstance(method, Taylor) else 1
+    pair = d if isinstance(method, Taylor) and method.basis == "symmetric" else r
+    sizes = choose_form(method, shape.layout, shape.is_causal, False, False, None, None)[1]
+    if form == "dense":  # Blocks of rows, each with all the keys up to its last row.
+        if shape.is_causal:
+            pairs = pairs + shape.batch * shape.heads * shape.query_length * (sizes.rows - 1) // 2
+        return [1.0, pairs * (pair + e), pairs * (1 + powers), tokens * r * (d if pair == r else 1), tokens * (d + e)]
+    batches = -(-shape.batch * shape.key_heads // sizes.batch)
+    heads = min(sizes.batch, shape.batch * shape.key_heads)
+    wave = max(sizes.chunk, sizes.wave) if heads == shape.batch * shape.key_heads else sizes.wave
+    waves = batches * -(-max(shape.query_length, shape.key_length) // max(1, wave))
+    inside = tokens * sizes.chunk if shape.is_causal else 0.0
+    return [
+        1.0,
+        waves * (1 + (d * powers if pair == d else 0)),  # Taylor makes its features variable by variable.
+        tokens * r * (d if isinstance(method, RandomFeatures) else 1),
+        tokens * r * (e + 1),
+        tokens * r,
+        inside * (pair + e),
+        inside,
+        tokens * (d + e),
+    ]
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Coefficients by "family/form/direction"."""
+
+    coefficients: dict[str, list[float]]
+
+    def seconds(self, method: Method, shape: Shape, form: str | None = None) -> float:
+        """Of one call; in the form that `attention` takes by itself, or in the given one."""
+        if isinstance(method, Exact):
+            form = "exact"
+        else:
+            form = form_of(method, shape) if form is None else form
+        parts = work(method, form, shape)
+        return math.fsum(c * w for c, w in zip(self.coefficients[_name(method, form, shape)], parts, strict=True))
+
+
+def _name(method: Method, form: str, shape: Shape) -> str:
+    order = "" if form == "dense" else "causal/" if shape.is_causal else "open/"
+    return f"{family(method)}/{form}/{order}{'training' if shape.training else 'forward'}"
+
+
+# --- Measuring -------------------------------------------------------------------------------------------------------
+
+
+def grid() -> Iterator[tuple[Method, str, Shape]]:
+    """The calls that are measured: short ones, where starting costs most, and long ones."""
+    methods: list[tuple[int, Approximation]] = [
+        (8, Taylor(4)), (16, Taylor(2)), (32, Taylor(2)), (64, Taylor(2)), (128, Taylor(0)),
+        (16, RandomFeatures(512)), (64, RandomFeatures(64)), (64, RandomFeatures(1024)), (128, RandomFeatures(256)),
+        (16, Linear("elu")), (128, Linear("elu")), (16, Separable()), (128, Separable()),
+    ]  # fmt: skip
+    for training in (False, True):
+        for is_causal in (True, False):
+            shape = Shape(0, 0, 0, 0, is_causal=is_causal, training=training)
+            for d in (16, 64, 128):
+                for n, heads in ((128, 8), (1024, 4), (4096, 2)):
+                    yield Exact(), "exact", _sized(shape, n, d, heads)
+            for d, method in methods:
+                long = max(1024, min(4096, (1 << 22) // method.size(d)))
+                for n, heads in ((128, 8), (512, 4), (long, 2)):
+                    yield method, "chunked", _sized(shape, n, d, heads)
+                if is_causal and not isinstance(method, Separable):
+                    for n, heads in ((128, 8), (1024, 2)):
+                        yield method, "dense", _sized(shape, n, d, heads)
+
+
+def _sized(shape: Shape, length: int, width: int, heads: int) -> Shape:
+    return replace(shape, query_length=length, key_length=length, head_dim=width, value_dim=width, heads=heads,
+                   key_heads=heads)  # fmt: skip
+
+
+def measured_seconds(method: Method, form: str | None, shape: Shape, device: torch.device, dtype: torch.dtype) -> float:
+    """The best of a few calls, in a given form or in the one that the call chooses."""
+    sizes = [(shape.batch, shape.heads, shape.query_length, shape.head_dim)]
+    sizes += [(shape.batch, shape.key_heads, shape.key_length, w) for w in (shape.head_dim, shape.value_dim)]
+    generator = torch.Generator().manual_seed(0)
+    inputs = [torch.randn(s, generator=generator).mul(0.3).to(device, dtype) for s in sizes]
+    for x in inputs:
+        x.requires_grad_(shape.training)
+    chosen: Any = None if form == "exact" else form
+
+    def call() -> None:
+        output = attend(*inputs, None, 0.0, shape.is_causal, None, shape.heads != shape.key_heads, method, None, None,
+                        None, False, chosen)[0]  # fmt: skip
+        if shape.training:
+            torch.autograd.grad(output, inputs, torch.ones_like(output))
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+
+    with torch.set_grad_enabled(shape.training):
+        call()
+        best, spent, count = math.inf, 0.0, 0
+        while count < 2 or (count < 8 and spent < 0.025):
+            begin = time.perf_counter()
+            call()
+            seconds = time.perf_counter() - begin
+            best, spent, count = min(best, seconds), spent + seconds, count + 1
+    return best
+
+
+def calibrate(
+    device: torch.device, dtype: torch.dtype = torch.float32, progress: Progress | None = None
+) -> Calibration:
+    """Measure this machine: under half a minute."""
+    calls = list(grid())
+    rows: dict[str, list[tuple[list[float], float]]] = {}
+    for done, (method, form, shape) in enumerate(calls):
+        if progress is not None:
+            progress(done, len(calls))
+        seconds = measured_seconds(method, form, shape, device, dtype)
+        rows.setdefault(_name(method, form, shape), []).append((work(method, form, shape), seconds))
+    if progress is not None:
+        progress(len(calls), len(calls))
+    return Calibration({name: _fitted(found) for name, found in rows.items()})
+
+
+def _fitted(rows: list[tuple[list[float], float]]) -> list[float]:
+    """Coefficients >= 0 with the least relative error: least squares, without the most negative one, again."""
+    relative = torch.tensor([[w / seconds for w in parts] for parts, seconds in rows], dtype=torch.float64)
+    largest = relative.amax(0).clamp(min=1e-300)
+    scaled = relative / largest
+    kept = [i for i in range(scaled.shape[1]) if bool(scaled[:, i].any())]
+    while True:
+        target = torch.ones(len(rows), 1, dtype=torch.float64)
+        found: Tensor = torch.linalg.lstsq(scaled[:, kept], target, driver="gelsd").solution[:, 0]
+        if len(kept) == 1 or float(found.min()) >= 0:
+            break
+        kept.pop(int(found.argmin()))
+    result = [0.0] * scaled.shape[1]
+    for i, c in zip(kept, found.tolist(), strict=True):
+        result[i] = max(0.0, c) / float(largest[i])
+    return result
+
+
+# --- The cache -------------------------------------------------------------------------------------------------------
+
+
+def machine(device: torch.device, dtype: torch.dtype) -> dict[str, str | int]:
+    """All that a calibration holds for."""
+    if device.type == "cpu":
+        model = next((line.partition(":")[2].strip() for line in _cpu_lines() if line.startswith("model name")), "")
+        name = f"{platform.machine()} {model or platform.processor()} x{os.cpu_count()}"
+    else:
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return {
+        "version": VERSION, "device": f"{device.type}: {name}", "dtype": str(dtype), "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+    }  # fmt: skip
+
+
+def _cpu_lines() -> list[str]:
+    try:
+        return Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return []
+
+
+def cache_folder() -> Path:
+    """$SUBQUAD_CACHE, or `subquad` in the user's cache folder."""
+    if own := os.environ.get("SUBQUAD_CACHE"):
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "subquad"
+
+
+def _file(of: dict[str, str | int]) -> Path:
+    words = "-".join(str(of[part]) for part in ("device", "dtype", "threads", "torch"))
+    return cache_folder() / f"calibration-{''.join(c if c.isalnum() or c in '.-' else '_' for c in words)}.json"
+
+
+def cached(device: torch.device, dtype: torch.dtype = torch.float32) -> Calibration | None:
+    """The calibration that an earlier run has left, if it is whole and of this machine."""
+    of = machine(device, dtype)
+    path = _file(of)
+    try:
+        changed = path.stat().st_mtime_ns
+    except OSError:
+        return None
+    return _read(path, changed, json.dumps(of))
+
+
+@lru_cache(maxsize=8)
+def _read(path: Path, changed: int, of: str) -> Calibration | None:
+    names = {_name(*call) for call in _grid_once()}
+    lengths = {_name(*call): len(work(*call)) for call in _grid_once()}
+    try:
+        content = json.loads(path.read_text())
+        found = content["coefficients"]
+        whole = (
+            content["machine"] == json.loads(of)
+            and found.keys() == names
+            and all(len(found[name]) == lengths[name] for name in names)
+            and all(isinstance(c, float) and 0 <= c < math.inf for row in found.values() for c in row)
+            and all(any(row) for row in found.values())
+        )
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+    return Calibration(found) if whole else None
+
+
+@lru_cache(maxsize=1)
+def _grid_once() -> list[tuple[Method, str, Shape]]:
+    return list(grid())
+
+
+def calibration(
+    device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, progress: Progress | None = None
+) -> Calibration:
+    """From the cache, or measured now and put there."""
+    device = torch.device(device)
+    found = cached(device, dtype)
+    if found is not None:
+        return found
+    of = machine(device, dtype)
+    path = _file(of)
+    try:  # Before the work, so that it is not done in vain.
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(prefix=".calibration-", dir=path.parent)
+    except OSError as error:
+        raise PermissionError(
+            f"cache: cannot write to {path.parent} ({error.strerror}); expected a folder for the calibration of this "
+            "machine. Set SUBQUAD_CACHE to one that can be written."
+        ) from None
+    try:
+        made = calibrate(device, dtype, progress)
+        with os.fdopen(handle, "w") as file:
+            json.dump({"machine": of, "coefficients": made.coefficients}, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    return made
