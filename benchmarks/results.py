@@ -85,14 +85,21 @@ def draw(path: Path, rows: Sequence[Any]) -> None:
     figure.savefig(path, metadata={"Date": None})
 
 
+def today() -> str:
+    return datetime.datetime.now(datetime.UTC).date().isoformat()
+
+
 def write(name: str, rows: Sequence[Any]) -> None:
     """Print the page, and write it with its data and its picture under today's date."""
-    date = datetime.datetime.now(datetime.UTC).date().isoformat()
+    write_page(name, markdown(name, today(), rows), [asdict(row) for row in rows])
+    draw(FOLDER / f"{name}_{today()}.svg", rows)
+
+
+def write_page(name: str, page: str, rows: Sequence[Any]) -> None:
+    """Print a page that is written already, and keep it with its data under today's date."""
     FOLDER.mkdir(exist_ok=True)
-    stem = FOLDER / f"{name}_{date}"
-    page = markdown(name, date, rows)
+    stem = FOLDER / f"{name}_{today()}"
     stem.with_suffix(".md").write_text(page)
-    data = {"date": date, "machine": machine(), "rows": [asdict(row) for row in rows]}
+    data = {"date": today(), "machine": machine(), "rows": list(rows)}
     stem.with_suffix(".json").write_text(json.dumps(data, indent=1) + "\n")
-    draw(stem.with_suffix(".svg"), rows)
     print(page)

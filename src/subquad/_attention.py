@@ -7,6 +7,7 @@
     RandomFeatures   w ~ exp(x), from r projections
     Linear           w = x, or products of elu + 1, or of relu
     Separable        w = softmax of q over the width, times softmax of k over the length
+    Auto             the cheapest that keeps a promised error
 
 Axes: (..., heads, length, width). Inside: b batch and key heads, g query heads per key head, n queries, m keys,
 d width, e value width, r features.
@@ -23,6 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from subquad import _forms as forms
+from subquad._auto import Auto
 from subquad._exact import exact_attention
 from subquad._features import Exact, Linear, RandomFeatures, Taylor
 from subquad._kernel import FeatureKernel, Kernel, Sums, widen
@@ -77,7 +79,8 @@ def attention(
     is_causal: query i sees keys 0..i; with a `state`, the new keys are aligned to the new queries at their ends.
     scale: of the logits, default 1/sqrt(d). Maps that are not functions of the logit see q and k times its root.
     enable_gqa: several query heads share a key head, as in torch.
-    method: a method, an object with the `FeatureMap` protocol, or "exact", "taylor", "random", "linear", "separable".
+    method: a method, an object with the `FeatureMap` protocol, or "exact", "taylor", "random", "linear", "separable",
+        "auto".
     key_padding_mask: (..., m), True = attend; also (..., key heads, m).
     segment_ids: (..., n), integers, with n = m: tokens see their own segment only, a run of equal ids.
     state: what an earlier call returned; its keys come before these. return_state: also return the new state.
@@ -115,7 +118,7 @@ def normalizer(
     0
     """
     method = resolve(method)
-    if isinstance(method, Exact | Separable):
+    if isinstance(method, Exact | Separable | Auto):
         raise ValueError(f"method: the weights of {method} always sum to 1; expected a feature map")
     query, key = widen(query), widen(key)
     ones = key.new_ones(*key.shape[:-1], 1)
@@ -136,6 +139,11 @@ def attend(
 
     form "chunked" stands for "linear" too: whichever of the two the masks ask for.
     """
+    if isinstance(method, Auto):
+        if state is not None or return_state:
+            raise ValueError("state: Auto decides by the whole sequence; name the method where it comes in pieces")
+        method = method.choose(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa,
+                               key_padding_mask=key_padding_mask, segment_ids=segment_ids).method  # fmt: skip
     if isinstance(method, Exact):
         structured = key_padding_mask is not None or segment_ids is not None or (attn_mask is not None and is_causal)
         if state is None and not return_state and not structured:

@@ -20,12 +20,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from subquad._attention import Form, attend, choose_form
 from subquad._features import Exact, Linear, RandomFeatures, Taylor
 from subquad._layout import Layout
-from subquad._methods import Approximation, Method
+from subquad._methods import Approximation, Named
 from subquad._separable import Separable
 
 VERSION = 1  # of the file and of the work that the coefficients are for
@@ -66,13 +65,13 @@ def form_of(method: Approximation, shape: Shape) -> Form:
     return choose_form(method, shape.layout, shape.is_causal, False, False, None, None)[0]
 
 
-def family(method: Method) -> str:
+def family(method: Named) -> str:
     """Methods whose calls do the same kind of work."""
     names = {Exact: "exact", Taylor: "taylor", RandomFeatures: "random", Separable: "separable"}
     return names.get(type(method), "linear")
 
 
-def work(method: Method, form: str, shape: Shape) -> list[float]:
+def work(method: Named, form: str, shape: Shape) -> list[float]:
     """What a call does, in the units that its coefficients are for."""
     d, e, pairs = shape.head_dim, shape.value_dim, shape.pairs
     queries = shape.batch * shape.heads * shape.query_length
@@ -92,12 +91,14 @@ def work(method: Method, form: str, shape: Shape) -> list[float]:
     wave = max(sizes.chunk, sizes.wave) if heads == shape.batch * shape.key_heads else sizes.wave
     waves = batches * -(-max(shape.query_length, shape.key_length) // max(1, wave))
     inside = tokens * sizes.chunk if shape.is_causal else 0.0
+    alone = shape.is_causal and shape.query_length <= sizes.chunk  # One chunk: no sums, and maybe no features.
+    made = 0.0 if alone and pair == d else tokens * r
     return [
         1.0,
         waves * (1 + (d * powers if pair == d else 0)),  # Taylor makes its features variable by variable.
-        tokens * r * (d if isinstance(method, RandomFeatures) else 1),
-        tokens * r * (e + 1),
-        tokens * r,
+        made * (d if isinstance(method, RandomFeatures) else 1),
+        0.0 if alone else tokens * r * (e + 1),
+        made,
         inside * (pair + e),
         inside,
         tokens * (d + e),
@@ -110,7 +111,7 @@ class Calibration:
 
     coefficients: dict[str, list[float]]
 
-    def seconds(self, method: Method, shape: Shape, form: str | None = None) -> float:
+    def seconds(self, method: Named, shape: Shape, form: str | None = None) -> float:
         """Of one call; in the form that `attention` takes by itself, or in the given one."""
         if isinstance(method, Exact):
             form = "exact"
@@ -120,7 +121,7 @@ class Calibration:
         return math.fsum(c * w for c, w in zip(self.coefficients[_name(method, form, shape)], parts, strict=True))
 
 
-def _name(method: Method, form: str, shape: Shape) -> str:
+def _name(method: Named, form: str, shape: Shape) -> str:
     order = "" if form == "dense" else "causal/" if shape.is_causal else "open/"
     return f"{family(method)}/{form}/{order}{'training' if shape.training else 'forward'}"
 
@@ -128,7 +129,7 @@ def _name(method: Method, form: str, shape: Shape) -> str:
 # --- Measuring -------------------------------------------------------------------------------------------------------
 
 
-def grid() -> Iterator[tuple[Method, str, Shape]]:
+def grid() -> Iterator[tuple[Named, str, Shape]]:
     """The calls that are measured: short ones, where starting costs most, and long ones."""
     methods: list[tuple[int, Approximation]] = [
         (8, Taylor(4)), (16, Taylor(2)), (32, Taylor(2)), (64, Taylor(2)), (128, Taylor(0)),
@@ -143,7 +144,7 @@ def grid() -> Iterator[tuple[Method, str, Shape]]:
                     yield Exact(), "exact", _sized(shape, n, d, heads)
             for d, method in methods:
                 long = max(1024, min(4096, (1 << 22) // method.size(d)))
-                for n, heads in ((128, 8), (512, 4), (long, 2)):
+                for n, heads in ((256, 8), (512, 2), (long, 2)):
                     yield method, "chunked", _sized(shape, n, d, heads)
                 if is_causal and not isinstance(method, Separable):
                     for n, heads in ((128, 8), (1024, 2)):
@@ -155,7 +156,7 @@ def _sized(shape: Shape, length: int, width: int, heads: int) -> Shape:
                    key_heads=heads)  # fmt: skip
 
 
-def measured_seconds(method: Method, form: str | None, shape: Shape, device: torch.device, dtype: torch.dtype) -> float:
+def measured_seconds(method: Named, form: str | None, shape: Shape, device: torch.device, dtype: torch.dtype) -> float:
     """The best of a few calls, in a given form or in the one that the call chooses."""
     sizes = [(shape.batch, shape.heads, shape.query_length, shape.head_dim)]
     sizes += [(shape.batch, shape.key_heads, shape.key_length, w) for w in (shape.head_dim, shape.value_dim)]
@@ -163,10 +164,11 @@ def measured_seconds(method: Method, form: str | None, shape: Shape, device: tor
     inputs = [torch.randn(s, generator=generator).mul(0.3).to(device, dtype) for s in sizes]
     for x in inputs:
         x.requires_grad_(shape.training)
+    q, k, v = inputs
     chosen: Any = None if form == "exact" else form
 
     def call() -> None:
-        output = attend(*inputs, None, 0.0, shape.is_causal, None, shape.heads != shape.key_heads, method, None, None,
+        output = attend(q, k, v, None, 0.0, shape.is_causal, None, shape.heads != shape.key_heads, method, None, None,
                         None, False, chosen)[0]  # fmt: skip
         if shape.training:
             torch.autograd.grad(output, inputs, torch.ones_like(output))
@@ -201,21 +203,25 @@ def calibrate(
 
 
 def _fitted(rows: list[tuple[list[float], float]]) -> list[float]:
-    """Coefficients >= 0 with the least relative error: least squares, without the most negative one, again."""
-    relative = torch.tensor([[w / seconds for w in parts] for parts, seconds in rows], dtype=torch.float64)
-    largest = relative.amax(0).clamp(min=1e-300)
-    scaled = relative / largest
-    kept = [i for i in range(scaled.shape[1]) if bool(scaled[:, i].any())]
-    while True:
-        target = torch.ones(len(rows), 1, dtype=torch.float64)
-        found: Tensor = torch.linalg.lstsq(scaled[:, kept], target, driver="gelsd").solution[:, 0]
-        if len(kept) == 1 or float(found.min()) >= 0:
-            break
-        kept.pop(int(found.argmin()))
-    result = [0.0] * scaled.shape[1]
-    for i, c in zip(kept, found.tolist(), strict=True):
-        result[i] = max(0.0, c) / float(largest[i])
-    return result
+    """Coefficients >= 0 with the least sum of predicted/measured + measured/predicted: half and double count alike.
+
+    By least squares, one coefficient after another, with weights from the fit before.
+    """
+    parts = torch.tensor([row for row, _ in rows], dtype=torch.float64)
+    seconds = torch.tensor([measured for _, measured in rows], dtype=torch.float64)
+    largest = (parts / seconds[:, None]).amax(0).clamp(min=1e-300)
+    parts, predicted = parts / largest, seconds
+    found = [0.0] * parts.shape[1]
+    for _ in range(20):
+        weights = (predicted.clamp(min=0.05 * seconds) * seconds).reciprocal()
+        products, target = (parts.mT @ (parts * weights[:, None])).tolist(), (parts.mT @ (weights * seconds)).tolist()
+        for _ in range(50):
+            for i, row in enumerate(products):
+                if row[i] > 0:
+                    rest = math.fsum(a * c for a, c in zip(row, found, strict=True)) - row[i] * found[i]
+                    found[i] = max(0.0, (target[i] - rest) / row[i])
+        predicted = parts @ torch.tensor(found, dtype=torch.float64)
+    return [c / top for c, top in zip(found, largest.tolist(), strict=True)]
 
 
 # --- The cache -------------------------------------------------------------------------------------------------------
@@ -284,7 +290,7 @@ def _read(path: Path, changed: int, of: str) -> Calibration | None:
 
 
 @lru_cache(maxsize=1)
-def _grid_once() -> list[tuple[Method, str, Shape]]:
+def _grid_once() -> list[tuple[Named, str, Shape]]:
     return list(grid())
 
 

@@ -15,10 +15,12 @@ Logits x, and q and k here, are scaled: x = q.k * scale, and q and k each carry 
 import math
 from dataclasses import dataclass
 from math import cosh, exp, expm1, inf, lgamma, log, log1p, sinh, sqrt, tanh
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from subquad._features import Exact, RandomFeatures, Taylor
-from subquad._methods import Method, resolve
+
+if TYPE_CHECKING:
+    from subquad._methods import Method
 
 LogitRange = float | tuple[float, float]
 
@@ -57,7 +59,7 @@ class Error:
 
 
 def error(
-    method: Method | str, *, logit_range: LogitRange, spread: float | None = None, squared_norm: float | None = None
+    method: "Method | str", *, logit_range: LogitRange, spread: float | None = None, squared_norm: float | None = None
 ) -> Error:
     """The relative error of `method` on logits in `logit_range`, after its `key_shift` if it has one.
 
@@ -76,6 +78,8 @@ def error(
     >>> print(error("separable", logit_range=0.5))
     unknown before a run
     """
+    from subquad._methods import resolve  # Here, because one of the methods, Auto, knows of errors.
+
     method, (low, high) = resolve(method), as_range(logit_range)
     if isinstance(method, Exact):
         return Error(0.0, "definition")

@@ -2,26 +2,29 @@
 
 from collections.abc import Callable
 from math import copysign, sqrt
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+from subquad._auto import Auto
 from subquad._features import Exact, FeatureMap, Linear, RandomFeatures, Taylor
 from subquad._kernel import FeatureKernel, Kernel, widen
 from subquad._separable import Separable, SeparableKernel
 
-Approximation = Taylor | RandomFeatures | Linear | Separable | FeatureMap
-Method = Exact | Approximation
+Approximation: TypeAlias = Taylor | RandomFeatures | Linear | Separable | FeatureMap
+Named: TypeAlias = Exact | Approximation
+Method: TypeAlias = Named | Auto
 
 METHODS: dict[str, Method] = {
-    "exact": Exact(), "taylor": Taylor(), "random": RandomFeatures(), "linear": Linear(), "separable": Separable()
+    "exact": Exact(), "taylor": Taylor(), "random": RandomFeatures(), "linear": Linear(), "separable": Separable(),
+    "auto": Auto(),
 }  # fmt: skip
 
 
 def resolve(method: Method | str) -> Method:
     """A method by its name, or itself."""
-    if isinstance(method, Exact | Taylor | RandomFeatures | Linear | Separable):
+    if isinstance(method, Exact | Taylor | RandomFeatures | Linear | Separable | Auto):
         return method
     if isinstance(method, str):
         if method not in METHODS:

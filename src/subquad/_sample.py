@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from subquad._auto import Auto
 from subquad._error import Error
 from subquad._features import Exact
 from subquad._kernel import ready_keys, ready_queries, widen
@@ -198,6 +199,9 @@ def measure_error(
         raise ValueError(f"rows: expected a whole number >= 1, got {rows!r}")
     call = Call.of(query, key, value, attn_mask, is_causal, scale, enable_gqa, key_padding_mask, segment_ids)
     resolved = resolve(method)
+    if isinstance(resolved, Auto):
+        resolved = resolved.choose(query, key, value, attn_mask, 0.0, is_causal, scale, enable_gqa,
+                                   key_padding_mask=key_padding_mask, segment_ids=segment_ids).method  # fmt: skip
     if isinstance(resolved, Exact):
         return Error(0.0, "definition")
     if call.layout.rows * call.layout.group * call.layout.queries * call.layout.keys == 0:

@@ -1,5 +1,6 @@
 """The one function: precision, refusals, and properties over drawn shapes."""
 
+import copy
 import math
 
 import pytest
@@ -222,7 +223,7 @@ def test_a_state_knows_its_method_and_segments() -> None:
 
 
 def test_public_names_are_few_and_exist() -> None:
-    assert len(subquad.__all__) <= 14
+    assert len(subquad.__all__) <= 24
     assert all(getattr(subquad, name).__doc__ for name in subquad.__all__)
 
 
@@ -356,3 +357,60 @@ def test_exact_with_a_state_refuses_a_mask_of_pairs() -> None:
     _, state = attention(Q, K, V, torch.ones(6, 7).tril().bool(), return_state=True)
     with pytest.raises(ValueError, match=r"attn_mask: .* leave out the state"):
         attention(Q, K, V, torch.ones(6, 7).tril().bool(), state=state)
+
+
+def decoded(made_by, **changes) -> torch.Tensor:
+    """One token after three, values as wide as keys."""
+    q, k, v = (x.clone() for x in draw((2, 2, 4, 4), (2, 2, 4, 4), (2, 2, 4, 4)))
+    _, state = attention(q[:, :, :3], k[:, :, :3], v[:, :, :3], is_causal=True, method=made_by, return_state=True)
+    token = dict(query=q[:, :, 3:], key=k[:, :, 3:], value=v[:, :, 3:], method=made_by)
+    return attention(**token | changes, is_causal=True, state=state, return_state=True)[0]
+
+
+def test_a_token_that_does_not_fit_its_state_is_refused() -> None:
+    token = draw((2, 2, 1, 4))[0]
+    for change, message in (
+        (dict(method=Taylor(0)), "state: expected one made by Taylor"),
+        (dict(method=RandomFeatures(8, seed=1)), "state: expected one made by Random"),
+        (dict(query=token[:1], key=token[:1], value=token[:1]), "state: expected"),
+        (dict(value=token[..., :2]), "state: expected"),
+        (dict(query=token.double(), key=token.double(), value=token.double()), "state: expected"),
+        (dict(value=token.double()), "value: expected torch.float32"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            decoded(RandomFeatures(8), **change)
+
+
+@pytest.mark.parametrize("name", ["taylor2", "positive", "elu", "user"])
+def test_a_hidden_token_adds_nothing_to_the_state(name) -> None:
+    q, k, v = draw((2, 2, 4, 4), (2, 2, 4, 4), (2, 2, 4, 4), dtype=torch.float64)
+    keep = torch.tensor([[True, True, True, False], [True] * 4])
+    whole = attention(q, k, v, is_causal=True, method=METHODS[name], key_padding_mask=keep)
+    _, state = attention(q[:, :, :3], k[:, :, :3], v[:, :, :3], is_causal=True, method=METHODS[name], return_state=True)
+    last = attention(q[:, :, 3:], k[:, :, 3:], v[:, :, 3:], is_causal=True, method=METHODS[name], state=state,
+                     key_padding_mask=keep[:, 3:])  # fmt: skip
+    torch.testing.assert_close(last, whole[:, :, 3:])
+
+
+def test_loud_keys_of_the_future_leave_gradients_of_the_past_finite() -> None:
+    """exp(log-scale of the future - that of the past) overflows, and 0 * inf would be NaN."""
+    q, k, v = draw((1, 1, 40, 4), (1, 1, 40, 4), (1, 1, 40, 4))
+    k[:, :, 20:] += 100  # Log-scales of 200: exp(200) is infinite in float32.
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    method = copy.deepcopy(METHODS["user"]).float()
+    for form in ("dense", "chunked"):
+        output, _ = attend(*inputs, None, 0.0, True, None, False, method, None, None, None, False, form)
+        for grad in torch.autograd.grad(output[:, :, :20].sum(), inputs):
+            assert grad.isfinite().all()
+
+
+def test_a_method_needs_all_members_of_a_map() -> None:
+    class Half:
+        def size(self, width: int) -> int:
+            return width
+
+        def __call__(self, x: torch.Tensor, *, is_query: bool) -> torch.Tensor:
+            return x
+
+    with pytest.raises(TypeError, match="method: expected a name, a method such as"):
+        attention(Q, K, V, method=Half())

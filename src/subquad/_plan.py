@@ -1,0 +1,320 @@
+"""Which method to take: the quickest that keeps a wanted error, and the reason in a sentence.
+
+time      from the calibration of this machine (`_calibration`)
+memory    counted (`_cost`)
+error     from the range of the logits (`_error`), or measured on a sample (`_sample`)
+"""
+
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from math import ceil, comb, inf, log10, sqrt
+
+import torch
+from torch import Tensor
+
+from subquad._calibration import Calibration, Progress, Shape, calibration, form_of
+from subquad._cost import _crossover, cost
+from subquad._error import Error, LogitRange, as_range, check_max_error, error, needed_degree, needed_features
+from subquad._features import Exact, Linear, RandomFeatures, Taylor
+from subquad._methods import Approximation, Named
+from subquad._sample import Call, exact_rows, method_rows, pick_rows, relative
+from subquad._separable import Separable
+
+MARGIN = 1.5  # What was not sampled may be so much worse than what was.
+MOST_FEATURES = 1 << 14  # of a candidate
+COUNTS, REFERENCE = [1 << power for power in range(4, 14)], 1024  # of random features; the second one is measured
+ROWS = 256  # of each head of a sample
+LONGEST = 1 << 24
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A method in a form, and what is predicted for it."""
+
+    method: Named
+    form: str  # "exact", "dense", "linear" or "chunked"
+    seconds: float
+    peak_bytes: int
+    error: Error
+    is_chosen_form: bool  # whether `attention` takes this form by itself
+    is_acceptable: bool
+
+    @property
+    def name(self) -> str:
+        return describe(self.method)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `plan` found: the method to use, why, and all candidates, the quickest first. Prints as a table."""
+
+    method: Named
+    reason: str
+    candidates: tuple[Candidate, ...]
+    max_error: float
+
+    @property
+    def choice(self) -> Candidate:
+        return next(c for c in self.candidates if c.method == self.method and c.is_chosen_form)
+
+    def rows(self) -> Iterator[tuple[str, ...]]:
+        """The cells of the table."""
+        for c in self.candidates:
+            mark = "chosen" if c is self.choice else "yes" if c.is_acceptable else "no"
+            seconds, mebibytes = f"{c.seconds * 1000:,.1f} ms", f"{c.peak_bytes / 2**20:,.1f} MiB"
+            yield c.name, c.form, seconds, mebibytes, str(c.error), mark
+
+    def __str__(self) -> str:
+        table = [COLUMNS, *self.rows()]
+        widths = [max(len(row[i]) for row in table) for i in range(len(COLUMNS))]
+        left = (0, 1, 4, 5)
+        padded = (
+            (cell.ljust(w) if i in left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True)))
+            for row in table
+        )
+        return "\n".join([*("  ".join(cells).rstrip() for cells in padded), "", self.reason])
+
+
+COLUMNS = ("method", "form", "time", "peak memory", "relative error", "keeps the error")
+
+
+def describe(method: Named) -> str:
+    """Its name as it is written, without the numbers of a key shift."""
+    match method:
+        case Taylor():
+            text = f"Taylor({method.degree})"
+        case RandomFeatures():
+            text = f"RandomFeatures({method.num_features}, {method.kind!r})"
+        case Linear():
+            text = f"Linear({method.activation!r})"
+        case _:
+            text = str(method)
+    return text + (", keys centred" if getattr(method, "key_shift", None) is not None else "")
+
+
+def predicted_seconds(
+    method: Named, *, query_length: int, key_length: int | None = None, head_dim: int,
+    value_dim: int | None = None, heads: int = 1, key_heads: int | None = None, batch: int = 1,
+    is_causal: bool = False, training: bool = False, device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32, progress: Progress | None = None,
+) -> float:  # fmt: skip
+    """How long a call takes on this machine; calibrates it the first time."""
+    shape = _shape(query_length, key_length, head_dim, value_dim, heads, key_heads, batch, is_causal, training)
+    return calibration(device, dtype, progress).seconds(method, shape)
+
+
+def plan(
+    *, query_length: int | None = None, key_length: int | None = None, head_dim: int | None = None,
+    value_dim: int | None = None, heads: int | None = None, key_heads: int | None = None, batch: int | None = None,
+    is_causal: bool = False, training: bool = False, max_error: float = 0.05, logit_range: LogitRange | None = None,
+    sample: tuple[Tensor, Tensor, Tensor] | None = None, scale: float | None = None,
+    device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, progress: Progress | None = None,
+) -> Plan:  # fmt: skip
+    """The quickest method for a shape whose relative error is no more than `max_error`.
+
+    query_length ... batch: the shape of the calls; what is not given is taken from the sample.
+    logit_range: how far the scaled logits reach, (low, high), or one number for both signs; errors are then predicted
+        for values that know nothing of the logits.
+    sample: query, key and value, as for `attention`; errors are then measured on it, and methods that centre the keys
+        are candidates too.
+    progress: called with (calls measured, calls in all) while the machine is calibrated, the first time.
+
+    >>> found = plan(query_length=1_000_000, head_dim=16, logit_range=0.5)
+    >>> found.method
+    Taylor(degree=2, basis='symmetric', key_shift=None)
+    >>> print(found.reason.partition(":")[0], found.choice.error, sep=": ")
+    Taylor(2): about 0.022
+    >>> print(plan(query_length=4096, head_dim=64, logit_range=20).reason)  # doctest: +ELLIPSIS
+    Exact(): no approximation can help. With logits up to 20, ... 10^39 features at width 64, or 10^20 random features.
+    """
+    check_max_error(max_error)
+    if logit_range is not None and sample is not None:
+        raise ValueError("sample: expected either logit_range or a sample, got both")
+    call = None
+    if sample is not None:
+        query, key, value = sample
+        call = Call.of(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=True)
+        layout = call.layout
+        query_length, key_length = query_length or layout.queries, key_length or query_length or layout.keys
+        head_dim, value_dim = head_dim or layout.width, value_dim or layout.value_width
+        heads, key_heads = heads or layout.key_heads * layout.group, key_heads or heads or layout.key_heads
+        batch = batch or layout.rows // max(1, layout.key_heads)
+        if head_dim != layout.width:
+            raise ValueError(f"sample: expected width {head_dim}, as head_dim, got {layout.width}")
+    if query_length is None or head_dim is None:
+        missing = "query_length" if query_length is None else "head_dim"
+        raise ValueError(f"{missing}: expected a whole number, or a sample to take it from, got None")
+    shape = _shape(query_length, key_length, head_dim, value_dim, 1 if heads is None else heads, key_heads,
+                   1 if batch is None else batch, is_causal, training)  # fmt: skip
+    machine = calibration(device, dtype, progress)
+    errors = _measured(call, head_dim) if call is not None else _predicted(logit_range, head_dim, max_error)
+    candidates = [c for method, e in errors.items() for c in _candidates(method, e, shape, machine, dtype, max_error)]
+    candidates.sort(key=lambda c: c.seconds)
+    able = [c for c in candidates if c.is_acceptable and c.is_chosen_form]
+    best = able[0]
+    reason = _reason(best, candidates, shape, machine, max_error, logit_range, call)
+    return Plan(best.method, reason, tuple(candidates), max_error)
+
+
+def _shape(
+    query_length: int, key_length: int | None, head_dim: int, value_dim: int | None, heads: int, key_heads: int | None,
+    batch: int, is_causal: bool, training: bool,
+) -> Shape:  # fmt: skip
+    sizes = dict(
+        query_length=query_length, key_length=query_length if key_length is None else key_length, head_dim=head_dim,
+        value_dim=head_dim if value_dim is None else value_dim, heads=heads,
+        key_heads=heads if key_heads is None else key_heads, batch=batch,
+    )  # fmt: skip
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ValueError(f"{name}: expected a whole number >= 1, got {size!r}")
+    if sizes["heads"] % sizes["key_heads"]:
+        raise ValueError(f"key_heads: expected a number that divides the {heads} heads, got {key_heads}")
+    return Shape(**sizes, is_causal=is_causal, training=training)
+
+
+def _candidates(
+    method: Named, found: Error, shape: Shape, machine: Calibration, dtype: torch.dtype, max_error: float
+) -> Iterator[Candidate]:
+    """The method in each of its forms."""
+    margin = MARGIN if found.known_by == "sample" else 1.0
+    acceptable = found.is_within(max_error / margin)
+    sizes = dict(
+        query_length=shape.query_length, key_length=shape.key_length, head_dim=shape.head_dim,
+        value_dim=shape.value_dim, heads=shape.heads, key_heads=shape.key_heads, batch=shape.batch,
+        is_causal=shape.is_causal, training=shape.training, dtype=dtype,
+    )  # fmt: skip
+    if isinstance(method, Exact):
+        peak = cost(method, **sizes).peak_bytes  # type: ignore[arg-type]
+        yield Candidate(method, "exact", machine.seconds(method, shape), peak, found, True, acceptable)
+        return
+    chosen = form_of(method, shape)
+    for form in ("chunked",) if isinstance(method, Separable) else ("dense", "chunked"):
+        name = "linear" if form == "chunked" and not shape.is_causal else form
+        peak = cost(method, **sizes, form=name).peak_bytes  # type: ignore[arg-type]
+        seconds = machine.seconds(method, shape, form)
+        yield Candidate(method, name, seconds, peak, found, form == chosen, acceptable)
+
+
+def taylor(degree: int, key_shift: Tensor | None = None) -> Taylor:
+    """An odd degree warns that its weights can be negative; here the error has been looked at."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        return Taylor(degree, key_shift=key_shift)  # type: ignore[arg-type]
+
+
+def degrees(width: int) -> list[int]:
+    """All that could pay."""
+    return [p for p in range(9) if comb(width + p, p) <= MOST_FEATURES]
+
+
+def _predicted(logit_range: LogitRange | None, width: int, max_error: float) -> dict[Named, Error]:
+    """Candidates and their errors, from the range of the logits alone."""
+    nothing = Error(None, "nothing")
+    maps: list[Approximation] = [*map(taylor, degrees(width))]
+    for kind in ("positive", "hyperbolic"):
+        maps += [RandomFeatures(count, kind) for count in _counts(logit_range, max_error, kind)]
+    found: dict[Named, Error] = {Exact(): Error(0.0, "definition")}
+    for method in (*maps, Linear("elu"), Separable()):
+        found[method] = nothing if logit_range is None else error(method, logit_range=logit_range)
+    return found
+
+
+def _counts(logit_range: LogitRange | None, max_error: float, kind: str) -> list[int]:
+    """Numbers of random features: powers of two, and the one that just keeps the error."""
+    counts = set(COUNTS)
+    if logit_range is not None:
+        needed = needed_features(max_error, 2 * max(map(abs, as_range(logit_range))), kind)  # type: ignore[arg-type]
+        if needed <= COUNTS[-1]:
+            counts.add(16 * ceil(needed / 16))
+    return sorted(counts)
+
+
+@torch.no_grad()
+def _measured(call: Call, width: int) -> dict[Named, Error]:
+    """Candidates and their errors on a sample, with the keys as they are and with their mean taken from them."""
+    keys = call.layout.fold_key(call.key).unflatten(0, (-1, call.layout.key_heads))
+    centre = keys.double().mean((0, 2))  # (key heads, d)
+    picked = pick_rows(call, ROWS)
+    exact = exact_rows(call, picked)
+    norm = picked.total(exact.square().sum(-1))[0]
+
+    def measured(method: Approximation) -> float:
+        return relative(picked.total((method_rows(method, call, picked) - exact).square().sum(-1))[0], norm)
+
+    found: dict[Named, Error] = {Exact(): Error(0.0, "definition")}
+    for shift in (None, centre):
+        for method in (taylor(p, shift) for p in degrees(width)):
+            found[method] = Error(measured(method), "sample")
+        for kind in ("positive", "hyperbolic"):
+            # One number of features is measured; the error falls with the root of it.
+            reference = RandomFeatures(REFERENCE, kind, key_shift=shift)
+            share = measured(reference) * sqrt(REFERENCE)
+            for count in COUNTS:
+                found[replace(reference, num_features=count)] = Error(share / sqrt(count), "sample")
+    for plain in (Linear("elu"), Separable()):
+        found[plain] = Error(measured(plain), "sample")
+    return found
+
+
+def _reason(
+    best: Candidate, candidates: list[Candidate], shape: Shape, machine: Calibration, max_error: float,
+    logit_range: LogitRange | None, call: Call | None,
+) -> str:  # fmt: skip
+    """One sentence, or two."""
+    exact = next(c for c in candidates if isinstance(c.method, Exact))
+    others = [c for c in candidates if c is not exact and c.is_acceptable and c.is_chosen_form]
+    if best is not exact:
+        times = f"{exact.seconds / best.seconds:.2g}x quicker ({duration(best.seconds)} for {duration(exact.seconds)})"
+        return f"{best.name}: {times} than exact attention, with a relative error {best.error}, within {max_error:g}."
+    if others:
+        slower = (
+            f"{others[0].name}, the quickest approximation within {max_error:g}, takes {duration(others[0].seconds)}"
+        )
+        length = _from(exact.method, others[0].method, shape, machine)
+        later = "" if length is None else f"; it wins from about {length:,} tokens on"
+        return f"Exact(): the quickest at this length, {duration(exact.seconds)}. {slower}{later}."
+    if call is not None:
+        nearest = min((c for c in candidates if c is not exact), key=lambda c: c.error.relative or inf)
+        return (
+            f"Exact(): no approximation keeps {max_error:g}, with a margin of {MARGIN:g}, on the sample; the nearest, "
+            f"{nearest.name}, has {nearest.error}."
+        )
+    if logit_range is None:
+        return (
+            f"Exact(): nothing is known of the logits, so no approximation can promise {max_error:g}; give a "
+            "logit_range or a sample."
+        )
+    degree, reach = needed_degree(max_error, logit_range), max(map(abs, as_range(logit_range)))
+    count, random = comb(shape.head_dim + degree, degree), needed_features(max_error, 2 * reach)
+    return (
+        f"Exact(): no approximation can help. With logits up to {reach:g}, a relative error of {max_error:g} takes a "
+        f"Taylor series of degree {degree}, {many(count)} features at width {shape.head_dim}, or {many(random)} random "
+        "features."
+    )
+
+
+def _from(exact: Named, other: Named, shape: Shape, machine: Calibration) -> int | None:
+    """The length from which on the other is quicker."""
+
+    def price(method: Named) -> Callable[[int], float]:
+        return lambda n: machine.seconds(method, replace(shape, query_length=n, key_length=n))
+
+    return rounded(_crossover(price(exact), price(other), LONGEST))
+
+
+def rounded(length: int | None) -> int | None:
+    """To two digits: it is a prediction."""
+    return None if length is None else int(float(f"{length:.1e}"))
+
+
+def duration(seconds: float) -> str:
+    return f"{seconds:,.2g} s" if seconds >= 1 else f"{seconds * 1000:.2g} ms"
+
+
+def many(count: float) -> str:
+    """A number, or its power of ten."""
+    if count == inf:
+        return "more than 10^300"
+    return f"{int(count):,}" if count < 1e6 else f"10^{round(log10(count))}"

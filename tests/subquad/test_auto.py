@@ -1,0 +1,173 @@
+"""Auto keeps its promise, says why, and costs nothing where it is not used."""
+
+import logging
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from subquad import Auto, Exact, MultiheadAttention, RandomFeatures, Taylor, attention, measure_error
+from subquad import _auto as module
+from subquad._auto import _taylor_bound
+from subquad._sample import Call
+
+
+def drawn(seed: int, n: int, d: int, scale: float, kind: str) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(1, 2, n, d, generator=generator) for _ in range(3))
+    q, k = q * scale**0.5, k * scale**0.5
+    if kind == "outliers":
+        k[:, :, seed % n] *= 50
+        q[:, :, (7 * seed) % n] *= 50
+    elif kind == "mean":
+        k, v = k + 2 * torch.randn(1, 2, 1, d, generator=generator), v + 1
+    elif kind == "clusters":
+        q = q * 0.1 + torch.randn(1, 2, 4, d, generator=generator)[:, :, torch.randint(4, (n,), generator=generator)]
+    return [q, k, v]
+
+
+@settings(max_examples=120)
+@given(
+    seed=st.integers(0, 10**6),
+    n=st.sampled_from([300, 700, 1500]),
+    d=st.sampled_from([2, 4, 8]),
+    exponent=st.floats(-2, 1),
+    kind=st.sampled_from(["normal", "outliers", "mean", "clusters"]),
+    max_error=st.sampled_from([0.5, 0.1, 0.01, 0.001]),
+    is_causal=st.booleans(),
+)
+def test_the_promise_is_kept(seed, n, d, exponent, kind, max_error, is_causal) -> None:
+    q, k, v = drawn(seed, n, d, 10**exponent, kind)
+    output = attention(q, k, v, is_causal=is_causal, method=Auto(max_error))
+    exact = attention(q.double(), k.double(), v.double(), is_causal=is_causal)
+    assert float((output - exact).norm() / exact.norm()) <= max_error
+
+
+def test_easy_inputs_go_linear_and_hard_ones_do_not() -> None:
+    q, k, v = drawn(0, 4000, 8, 0.1, "normal")
+    easy = Auto(0.05).choose(q, k, v, is_causal=True)
+    assert isinstance(easy.method, Taylor)
+    assert easy.reason.startswith(f"Taylor({easy.method.degree}): its relative error is ")
+    assert torch.equal(attention(q, k, v, is_causal=True, method=Auto(0.05)),
+                       attention(q, k, v, is_causal=True, method=easy.method))  # fmt: skip
+    hard = Auto(0.05).choose(q * 100, k, v, is_causal=True)
+    assert hard.method == Exact()
+    assert "no quicker method keeps 0.05; the nearest" in hard.reason
+    short = Auto(0.05).choose(q[:, :, :30], k[:, :, :30], v[:, :, :30])
+    assert short.reason == "Exact(): no approximation is quicker at this shape."
+
+
+def test_tiny_logits_have_a_bound_and_need_no_sample(monkeypatch) -> None:
+    q, k, v = drawn(0, 4000, 8, 1e-4, "normal")
+    monkeypatch.setattr("subquad._sample.method_rows", lambda *_: pytest.fail("it looked at rows"))
+    choice = Auto(0.01).choose(q, k, v + 3)
+    assert choice.error.known_by == "bound"
+    assert choice.error.relative <= 0.01
+
+
+@pytest.mark.filterwarnings("ignore:Taylor")
+@pytest.mark.parametrize("degree", [1, 2, 3, 4])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_the_bound_holds(degree, is_causal) -> None:
+    for seed, scale in enumerate((0.01, 0.1, 0.3, 1.0, 3.0)):
+        q, k, v = (x.double() for x in drawn(seed, 200, 4, scale, "normal"))
+        call = Call.of(q, k, v, is_causal=is_causal)
+        exact = attention(q, k, v, is_causal=is_causal)
+        moved = (attention(q, k, v, is_causal=is_causal, method=Taylor(degree)) - exact).square().sum()
+        assert float(moved) <= _taylor_bound(Taylor(degree), call)
+    assert _taylor_bound(RandomFeatures(8), call) is None
+
+
+def test_a_common_mean_of_keys_is_taken_out_where_nobody_looks_ahead() -> None:
+    q, k, v = drawn(0, 3000, 8, 0.3, "normal")
+    k = k + 6
+    centred = Auto(0.05).choose(q, k, v)
+    assert centred.method.key_shift is not None
+    assert "keys centred" in centred.reason
+    assert measure_error(centred.method, q, k, v).relative <= 0.05
+    assert getattr(Auto(0.05).choose(q, k, v, is_causal=True).method, "key_shift", None) is None
+
+
+def test_odd_degrees_are_taken_by_bound_alone() -> None:
+    """Their weights can be negative, so that one row that was not sampled can be off by any amount."""
+    found = set()
+    for seed in range(10):
+        for scale in (0.001, 0.01, 0.1, 0.5):
+            choice = Auto(0.3).choose(*drawn(seed, 3000, 4, scale, "mean"), is_causal=True)
+            if isinstance(choice.method, Taylor) and choice.method.degree % 2:
+                found.add(choice.error.known_by)
+    assert found == {"bound"}
+
+
+def test_what_has_no_linear_form_is_exact() -> None:
+    q, k, v = drawn(0, 2000, 4, 0.01, "normal")
+    assert not isinstance(Auto(0.1).choose(q, k, v).method, Exact)
+    pairs = torch.ones(2000, 2000, dtype=torch.bool).tril()
+    for options in (dict(attn_mask=pairs), dict(attn_mask=torch.zeros(2000)), dict(dropout_p=0.1)):
+        assert Auto(0.1).choose(q, k, v, **options).method == Exact()
+    keys = torch.rand(2000) > 0.5
+    assert not isinstance(Auto(0.1).choose(q, k, v, keys).method, Exact)
+    bad = k.clone()
+    bad[..., 0, 0] = math.nan
+    assert Auto(0.1).choose(q, bad, v).method == Exact()
+    hidden = torch.arange(2000) > 0
+    assert not isinstance(Auto(0.1).choose(q, bad, v, key_padding_mask=hidden.expand(1, -1)).method, Exact)
+    assert Auto(0.1).choose(q, k, v * 0).method == Exact()
+    assert Auto(0.1).choose(q[:, :, :0], k, v).reason == "Exact(): there is nothing to compute."
+
+
+def test_masks_and_groups_count() -> None:
+    q, k, v = drawn(0, 2000, 4, 0.01, "normal")
+    k = k.clone()
+    k[:, :, ::2] *= 1000
+    assert Auto(0.05).choose(q, k, v).method == Exact()
+    keep = (torch.arange(2000) % 2 == 1).expand(1, -1)
+    choice = Auto(0.05).choose(q.repeat(1, 2, 1, 1), k, v, enable_gqa=True, key_padding_mask=keep)
+    assert isinstance(choice.method, Taylor)
+    assert measure_error(Auto(0.05), q, k, v, key_padding_mask=keep).relative <= 0.05
+
+
+def test_it_says_what_it_took(caplog) -> None:
+    with caplog.at_level(logging.INFO, logger="subquad"):
+        attention(*drawn(0, 2000, 4, 0.01, "normal"), method="auto")
+    assert len(caplog.records) == 1
+    assert ": its relative error is " in caplog.records[0].getMessage()
+
+
+def test_a_sequence_in_pieces_is_refused() -> None:
+    q, k, v = drawn(0, 20, 4, 0.01, "normal")
+    with pytest.raises(ValueError, match="state: Auto decides by the whole sequence"):
+        attention(q, k, v, method="auto", return_state=True)
+
+
+def test_gradients_flow_and_modules_take_it() -> None:
+    q, k, v = (x.requires_grad_() for x in drawn(0, 3000, 4, 0.01, "normal"))
+    grads = torch.autograd.grad(attention(q, k, v, method=Auto(0.1)).sum(), (q, k, v))
+    assert all(grad.isfinite().all() for grad in grads)
+    module_ = MultiheadAttention(16, 4, method=Auto(0.1), batch_first=True)
+    x = torch.randn(1, 50, 16)
+    assert module_(x, x, x, need_weights=False)[0].shape == x.shape
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (dict(max_error=0), "max_error: expected a number above 0"),
+    (dict(check_rows=3), "check_rows: expected a whole number >= 8, got 3"),
+    (dict(check_rows=16.0), "check_rows: expected a whole number >= 8, got 16.0"),
+])  # fmt: skip
+def test_nonsense_is_refused(arguments, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        Auto(**arguments)
+
+
+def test_a_method_named_by_hand_is_not_questioned(monkeypatch) -> None:
+    monkeypatch.setattr(module, "_chosen", lambda *_: pytest.fail("it was questioned"))
+    attention(*drawn(0, 20, 4, 100.0, "normal"), method="taylor")
+
+
+def test_it_works_where_the_machine_was_never_calibrated(monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("SUBQUAD_CACHE", str(tmp_path))
+    assert isinstance(Auto(0.05).choose(*drawn(0, 4000, 4, 0.01, "normal")).method, Taylor)
+    assert Auto(0.05).choose(*drawn(0, 30, 4, 0.01, "normal")).method == Exact()
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,225 @@
+"""The plan: the right choice, the reason in words, and a calibration that is never trusted blindly."""
+
+import json
+
+import pytest
+import torch
+
+from subquad import Exact, RandomFeatures, Separable, Taylor, crossover, plan
+from subquad import _calibration as machines
+from subquad._calibration import Shape, calibration, family, grid, work
+from subquad._plan import describe, many, predicted_seconds
+
+CPU = torch.device("cpu")
+
+
+def test_short_sequences_are_exact() -> None:
+    found = plan(query_length=512, head_dim=64, heads=8, logit_range=0.5)
+    assert found.method == Exact()
+    assert found.reason.startswith("Exact(): the quickest at this length, ")
+    assert "the quickest approximation within 0.05, takes" in found.reason
+    assert " tokens on." in found.reason
+
+
+def test_long_sequences_with_small_logits_are_taylor() -> None:
+    found = plan(query_length=1_000_000, head_dim=16, logit_range=0.5)
+    assert found.method == Taylor(2)
+    assert "x quicker" in found.reason
+    assert "with a relative error about 0.022, within 0.05." in found.reason
+    assert found.choice.seconds == min(c.seconds for c in found.candidates if c.is_acceptable and c.is_chosen_form)
+
+
+def test_large_logits_are_exact_and_it_says_why() -> None:
+    found = plan(query_length=1_000_000, head_dim=64, logit_range=20)
+    assert found.method == Exact()
+    assert found.reason.startswith("Exact(): no approximation can help. With logits up to 20")
+    assert "degree 71, 10^39 features at width 64, or 10^20 random features" in found.reason
+    assert not any(c.is_acceptable for c in found.candidates if c.method != Exact())
+
+
+def test_unknown_logits_are_exact() -> None:
+    found = plan(query_length=1_000_000, head_dim=64)
+    assert found.method == Exact()
+    assert "give a logit_range or a sample" in found.reason
+    assert all(c.error.relative is None for c in found.candidates if c.method != Exact())
+
+
+def test_a_sample_tells_more_than_a_range() -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 1, 2, 1500, 8, generator=generator).unbind()
+    k = k * 0.3 + 4
+    found = plan(sample=(q * 0.3, k, v), query_length=100_000)
+    assert found.method.key_shift is not None
+    assert describe(found.method).endswith("keys centred")
+    assert found.choice.error.known_by == "sample"
+    assert found.choice.error.relative * 1.5 <= 0.05
+    methods = {type(c.method) for c in found.candidates}
+    assert methods >= {Exact, Taylor, RandomFeatures, Separable}
+    hard = plan(sample=(q * 30, k, v), query_length=100_000)
+    assert hard.method == Exact()
+    assert "no approximation keeps 0.05, with a margin of 1.5, on the sample; the nearest" in hard.reason
+
+
+def test_both_forms_are_listed_and_only_the_one_that_runs_is_chosen() -> None:
+    found = plan(query_length=4096, head_dim=16, logit_range=0.5, is_causal=True)
+    assert {c.form for c in found.candidates} == {"exact", "dense", "chunked"}
+    assert {c.form for c in plan(query_length=4096, head_dim=16, logit_range=0.5).candidates} == {
+        "exact", "dense", "linear"}  # fmt: skip
+    assert found.choice.is_chosen_form
+    text = str(found).splitlines()
+    assert text[0].split() == ["method", "form", "time", "peak", "memory", "relative", "error", "keeps", "the", "error"]
+    assert text[-1] == found.reason
+    assert sum(line.endswith("chosen") for line in text) == 1
+    assert [c.seconds for c in found.candidates] == sorted(c.seconds for c in found.candidates)
+
+
+def test_worse_than_zeros_is_said() -> None:
+    assert "worse than returning zeros" in str(plan(query_length=4096, head_dim=16, logit_range=3))
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (dict(query_length=-5, head_dim=8), "query_length: expected a whole number >= 1, got -5"),
+    (dict(query_length=5.5, head_dim=8), "query_length: expected a whole number >= 1, got 5.5"),
+    (dict(query_length=5), "head_dim: expected a whole number, or a sample to take it from, got None"),
+    (dict(query_length=5, head_dim=8, heads=0), "heads: expected a whole number >= 1, got 0"),
+    (dict(query_length=5, head_dim=8, heads=4, key_heads=3), "key_heads: expected a number that divides the 4 heads"),
+    (dict(query_length=5, head_dim=8, max_error=0), "max_error: expected a number above 0"),
+    (dict(query_length=5, head_dim=8, logit_range=-1), "logit_range: expected a finite number >= 0"),
+    (dict(query_length=5, head_dim=8, logit_range=1, sample=(1, 2, 3)), "sample: expected either logit_range or"),
+])  # fmt: skip
+def test_nonsense_is_refused(arguments, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan(**arguments)
+
+
+def test_the_crossover_in_time_is_where_the_predictions_cross() -> None:
+    sizes = dict(head_dim=16, heads=4, is_causal=True)
+    length = crossover("exact", "taylor", by="time", **sizes)
+
+    def gain(n: int) -> float:
+        return predicted_seconds(Exact(), query_length=n, **sizes) - predicted_seconds(
+            Taylor(2), query_length=n, **sizes
+        )
+
+    assert gain(length) > 0 >= gain(length - 1)
+    assert gain(4 * length) > 0
+
+
+def test_a_large_number_is_a_power_of_ten() -> None:
+    assert [many(x) for x in (12, 123456, 2.0e9, float("inf"))] == ["12", "123,456", "10^9", "more than 10^300"]
+
+
+# --- Calibration -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fresh(tmp_path, monkeypatch):
+    """An empty cache, and a machine whose times are known: 1 microsecond, and 1 nanosecond for each unit of work."""
+    calls = []
+
+    def known(method, form, shape, device, dtype) -> float:
+        calls.append(method)
+        return 1e-6 + 1e-9 * sum(work(method, form, shape)[1:])
+
+    monkeypatch.setenv("SUBQUAD_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(machines, "measured_seconds", known)
+    return calls
+
+
+def test_a_calibration_finds_the_times_it_was_given(fresh) -> None:
+    found = calibration()
+    for method, form, shape in grid():
+        wanted = 1e-6 + 1e-9 * sum(work(method, form, shape)[1:])
+        assert found.seconds(method, shape, form) == pytest.approx(wanted, rel=0.02)
+    unseen = Shape(5000, 5000, 48, 48, 6, 6, is_causal=True)
+    wanted = 1e-6 + 1e-9 * sum(work(Taylor(2), "chunked", unseen)[1:])
+    assert found.seconds(Taylor(2), unseen, "chunked") == pytest.approx(wanted, rel=0.1)
+
+
+def test_it_is_made_once_with_progress(fresh) -> None:
+    steps = []
+    first = calibration(progress=lambda done, total: steps.append((done, total)))
+    assert steps == [(i, len(fresh)) for i in range(len(fresh) + 1)]
+    count = len(fresh)
+    assert calibration() == first
+    assert len(fresh) == count
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[]", "null", '{"machine": {}, "coefficients": {}}'])
+def test_a_damaged_cache_is_made_again(fresh, damage) -> None:
+    first = calibration()
+    (path,) = machines.cache_folder().iterdir()
+    path.write_text(damage)
+    count = len(fresh)
+    assert calibration() == first
+    assert len(fresh) == 2 * count
+    json.loads(path.read_text())
+
+
+@pytest.mark.parametrize("change", [
+    lambda content: content["machine"].update(torch="0.0"),
+    lambda content: content["machine"].update(version=-1),
+    lambda content: content["machine"].update(device="cpu: another one"),
+    lambda content: content["coefficients"].popitem(),
+    lambda content: content["coefficients"].update(extra=[1.0]),
+    lambda content: next(iter(content["coefficients"].values())).append(1.0),
+    lambda content: next(iter(content["coefficients"].values())).__setitem__(0, -1.0),
+    lambda content: next(iter(content["coefficients"].values())).__setitem__(0, float("nan")),
+    lambda content: next(iter(content["coefficients"].values())).__setitem__(0, "1"),
+    lambda content: next(iter(content["coefficients"].values())).__setitem__(slice(None), [0.0] * 4),
+])  # fmt: skip
+def test_a_cache_that_is_not_of_this_machine_is_not_trusted(fresh, change) -> None:
+    first = calibration()
+    (path,) = machines.cache_folder().iterdir()
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+    assert machines.cached(CPU) is None
+    assert calibration() == first
+
+
+def test_threads_and_dtypes_have_their_own(fresh, one_thread) -> None:
+    calibration()
+    count = len(fresh)
+    calibration(dtype=torch.float64)
+    assert len(fresh) == 2 * count
+    assert len(list(machines.cache_folder().iterdir())) == 2
+    torch.set_num_threads(2)
+    assert machines.cached(CPU) is None
+
+
+def test_a_cache_that_cannot_be_written_is_said_before_the_work(fresh, tmp_path, monkeypatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("SUBQUAD_CACHE", str(tmp_path / "file" / "cache"))
+    with pytest.raises(PermissionError, match=r"cache: cannot write to .*file.*; .* Set SUBQUAD_CACHE"):
+        calibration()
+    assert not fresh
+
+
+def test_an_interrupted_calibration_leaves_nothing(fresh, monkeypatch) -> None:
+    def interrupted(*_) -> float:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(machines, "measured_seconds", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        calibration()
+    assert not list(machines.cache_folder().iterdir())
+
+
+def test_the_cache_is_where_users_expect_it(monkeypatch, tmp_path) -> None:
+    monkeypatch.delenv("SUBQUAD_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert machines.cache_folder() == tmp_path / "subquad"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert machines.cache_folder() == tmp_path / ".cache" / "subquad"
+
+
+def test_measured_times_are_of_the_call_itself() -> None:
+    """A real one, small: a longer call takes longer, and so does a backward."""
+    short, long = (Shape(n, n, 16, 16, 2, 2, is_causal=True) for n in (64, 4096))
+    times = [machines.measured_seconds(Taylor(2), "chunked", shape, CPU, torch.float32) for shape in (short, long)]
+    assert 0 < times[0] < times[1]
+    training = Shape(4096, 4096, 16, 16, 2, 2, is_causal=True, training=True)
+    assert machines.measured_seconds(Taylor(2), "chunked", training, CPU, torch.float32) > times[1]
+    assert family(RandomFeatures(8)) == "random"

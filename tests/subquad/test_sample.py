@@ -1,0 +1,145 @@
+"""What a sample of rows shows, against all rows."""
+
+import math
+
+import pytest
+import torch
+
+from reference import METHODS
+from subquad import Exact, Taylor, attention, logit_range, measure_error
+from subquad._sample import Call, pick_rows
+
+N = 70
+
+
+def tensors(n: int = N, m: int = N, scale: float = 1.0) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = (2, 4, n, 4), (2, 2, m, 4), (2, 2, m, 5)
+    q, k, v = (torch.randn(s, generator=generator) for s in shapes)
+    return q * scale, k, v
+
+
+KEEP = torch.rand(2, N, generator=torch.Generator().manual_seed(1)) > 0.2
+MASKS = {
+    "open": {},
+    "causal": dict(is_causal=True),
+    "padded": dict(key_padding_mask=KEEP, is_causal=True),
+    "masked": dict(attn_mask=KEEP[:, None, None, :]),
+    "packed": dict(segment_ids=(torch.arange(N) // 30).expand(2, -1), key_padding_mask=KEEP),
+    "scaled": dict(scale=0.3),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Taylor")
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("mask", MASKS)
+def test_all_rows_give_the_error_itself(name, mask) -> None:
+    q, k, v = tensors()
+    options = MASKS[mask] | dict(enable_gqa=True)
+    exact = attention(q.double(), k.double(), v.double(), **options)
+    output = attention(q.double(), k.double(), v.double(), method=METHODS[name], **options).detach()
+    wanted = float((output - exact).norm() / exact.norm())
+    found = measure_error(METHODS[name], q.double(), k.double(), v.double(), rows=N, **options)
+    assert found.known_by == "sample"
+    assert math.isclose(found.relative, wanted, rel_tol=1e-6)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_few_rows_come_near(is_causal) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 1, 2, 2000, 8, generator=generator).unbind()
+    for factor in (0.3, 1.0, 2.0):
+        whole = measure_error("taylor", q * factor, k, v, rows=2000, is_causal=is_causal).relative
+        part = measure_error("taylor", q * factor, k, v, rows=100, is_causal=is_causal).relative
+        assert math.isclose(part, whole, rel_tol=0.2)
+        assert part == measure_error("taylor", q * factor, k, v, rows=100, is_causal=is_causal).relative
+
+
+def test_rows_of_high_risk_are_all_taken() -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 1, 1, 1000, 8, generator=generator).unbind()
+    q[0, 0, [17, 503, 998]] *= 50
+    picked = pick_rows(Call.of(q, k, v), 40)
+    assert {17, 503, 998} <= set(picked.places[0, 0, : picked.certain].tolist())
+    assert math.isclose(float(picked.weights.sum()), 1000)
+    assert len(set(picked.places.flatten().tolist())) == 40
+    k[0, 0, 990] *= 50  # In a causal call only the rows from there on see it.
+    q[0, 0, [17, 503, 998]] /= 50
+    picked = pick_rows(Call.of(q, k, v, is_causal=True), 40)
+    assert set(range(10)) <= set(picked.places[0, 0, : picked.certain].tolist())
+    assert set(picked.places[0, 0, : picked.certain].tolist()) >= set(range(990, 1000))
+
+
+def test_the_standard_error_tells_how_far_a_sample_is_off() -> None:
+    off = []
+    for seed in range(50):
+        q, k, v = torch.randn(3, 1, 2, 600, 8, generator=torch.Generator().manual_seed(seed)).unbind()
+        call = Call.of(q, k, v)
+        picked = pick_rows(call, 40, seed)
+        squares = v.square().sum(-1).double().transpose(0, 1)  # (b, g, n)
+        total, doubt = picked.total(squares.gather(-1, picked.places))
+        off.append((total - float(squares.sum())) / doubt)
+    spread = torch.tensor(off)
+    assert spread.abs().max() < 4
+    assert 0.3 < float(spread.std()) < 1.5
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_logits_stay_in_their_range(mask) -> None:
+    q, k, _ = tensors()
+    options = MASKS[mask]
+    scale = options.get("scale", 0.5)
+    logits = torch.matmul(q, k.repeat_interleave(2, 1).mT) * scale
+    seen = torch.ones(2, 1, N, N, dtype=torch.bool)
+    if options.get("is_causal"):
+        seen = seen.tril()
+    if mask in ("padded", "masked", "packed"):
+        seen = seen & KEEP[:, None, None, :]
+    if "segment_ids" in options:
+        ids = options["segment_ids"]
+        seen = seen & (ids[:, None, :, None] == ids[:, None, None, :])
+    own = logits[seen.expand_as(logits)]
+    low, high = logit_range(q, k, enable_gqa=True, **options)
+    assert low <= own.min() and own.max() <= high
+    sharp = logit_range(q, k, enable_gqa=True, rows=N, **options)
+    torch.testing.assert_close(torch.tensor(sharp), torch.stack([own.min(), own.max()]))
+    part = logit_range(q, k, enable_gqa=True, rows=8, **options)
+    assert sharp[0] <= part[0] <= part[1] <= sharp[1]
+
+
+def test_causality_makes_the_rigorous_range_smaller() -> None:
+    q, k, _ = tensors()
+    q[:, :, :-1] *= 0.01
+    k = k.clone()
+    k[:, :, -1] *= 100
+    q[:, :, -1] = 0
+    assert logit_range(q, k, is_causal=True, enable_gqa=True)[1] < 0.05 * logit_range(q, k, enable_gqa=True)[1]
+
+
+def test_edges() -> None:
+    q, k, v = tensors()
+    assert measure_error(Exact(), q, k, v, enable_gqa=True).relative == 0
+    assert measure_error("taylor", q[:, :, :0], k, v, enable_gqa=True).relative == 0
+    assert measure_error("taylor", q, k[:, :, :0], v[:, :, :0], enable_gqa=True).relative == 0
+    assert logit_range(q, k[:, :, :0], enable_gqa=True) == (0.0, 0.0)
+    bare = measure_error("taylor", q[0, 0], k[0, 0], v[0, 0], rows=N)
+    assert bare == measure_error("taylor", q[:1, :1], k[:1, :1], v[:1, :1], rows=N)
+    nothing_seen = torch.zeros(2, N, dtype=torch.bool)
+    assert measure_error("taylor", q, k, v, enable_gqa=True, key_padding_mask=nothing_seen).relative == 0
+    bad = v.clone()
+    bad[0, 0, 3, 0] = math.nan
+    assert measure_error("taylor", q, k, bad, enable_gqa=True).worse_than_zeros
+    with pytest.raises(ValueError, match="rows: expected a whole number >= 1"):
+        measure_error("taylor", q, k, v, enable_gqa=True, rows=0)
+    with pytest.raises(ValueError, match=r"attn_mask: got shape .* a choice for each pair"):
+        measure_error("taylor", q, k, v, torch.ones(N, N).bool(), enable_gqa=True)
+
+
+def test_memory_stays_small_at_long_lengths() -> None:
+    """All weights of 64 rows and 200,000 keys of 8 heads would take 400 MB."""
+    q, k, v = torch.randn(3, 1, 8, 200_000, 4).unbind()
+    import resource
+
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    measure_error(Taylor(2), q, k, v, rows=64)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 400 * 1024
