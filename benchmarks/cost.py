@@ -134,7 +134,7 @@ def page(date: str, rows: list[Row]) -> str:
             f"# cost, {date}",
             machine(),
             "Peak memory of one call above its inputs, the result included; float32, batch 1. Held: the rise of the "
-            "high-water mark of a fresh process whose heap returns what is freed. Usual heap: the same with the C "
+            "high-water mark of a fresh process whose heap returns what is freed. Heap: the same with the C "
             "library's own settings, where gaps between blocks stay with the process.",
             f"{len(rows)} calls: predicted over held {min(ratios):.2f} to {max(ratios):.2f}; "
             f"over the usual heap {min(heap):.2f} to {max(heap):.2f}.",

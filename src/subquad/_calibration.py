@@ -230,8 +230,7 @@ def _fitted(rows: list[tuple[list[float], float]]) -> list[float]:
 def machine(device: torch.device, dtype: torch.dtype) -> dict[str, str | int]:
     """All that a calibration holds for."""
     if device.type == "cpu":
-        model = next((line.partition(":")[2].strip() for line in _cpu_lines() if line.startswith("model name")), "")
-        name = f"{platform.machine()} {model or platform.processor()} x{os.cpu_count()}"
+        name = _cpu()
     else:
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return {
@@ -240,11 +239,15 @@ def machine(device: torch.device, dtype: torch.dtype) -> dict[str, str | int]:
     }  # fmt: skip
 
 
-def _cpu_lines() -> list[str]:
+@lru_cache(maxsize=1)
+def _cpu() -> str:
+    """The processor's model and number of cores."""
     try:
-        return Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
-        return []
+        lines = []
+    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return f"{platform.machine()} {model or platform.processor()} x{os.cpu_count()}"
 
 
 def cache_folder() -> Path:

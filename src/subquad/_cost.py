@@ -125,7 +125,7 @@ def cost(
         state_bytes=wide * call.sums,
         parameters=_parameters(method),
         form=name,
-        order=_order(name, layout, call.r),
+        order=_order(name, layout, call.r, sizes, training),
     )
 
 
@@ -136,9 +136,10 @@ def crossover(
 ) -> int | None:  # fmt: skip
     """The smallest length, of queries and keys alike, from which on `b` costs less than `a`; None if there is none.
 
-    "From which on" means up to `longest`: `b` costs less at every length between, so that a short range where it
-    happens to be cheaper does not count. Each length is taken in the form that `attention` would choose for it. by
-    "time", seconds(method, *, query_length, key_length, ...) predicts, by default from this machine's calibration.
+    "From which on" means up to `longest`: a short range where `b` happens to be cheaper does not count. Each length is
+    taken in the form that `attention` would choose for it. Lengths are tried in steps of a 64th from above, and one by
+    one where the answer lies. by "time", seconds(method, *, query_length, key_length, ...) predicts, by default from
+    this machine's calibration.
 
     >>> crossover("exact", "linear", head_dim=64)
     66
@@ -347,7 +348,7 @@ class _Call:
         full = 1 if not self.training else 3 + again
         met, weighed, summed, mapped = full, full, full, traits.project_times
         if self.training and traits.constant:  # No gradient flows to features that are always 1.
-            weighed = summed = full - 1
+            summed = full - 1
             # Features are an input of the dense form, which knows nothing of where they came from.
             met, weighed = (full - 1, full) if self.form == "dense" and not traits.from_logits else (full - 2, full - 1)
         products = g * work.pairs * (x * met + y * weighed) + (g * work.read * y + work.absorbed * (e + 1)) * r * summed
@@ -406,7 +407,7 @@ def _exact(layout: Layout, is_causal: bool, training: bool, step: bool, dtype: t
         peak += number * heads * (n + m) * e if training else made + n * m * wide * is_causal
     state = number * b * m * (d + e)
     return Cost(flops, moved, peak + (state if step else 0), state, 0, "step" if step else "exact",
-                _order("exact", layout, 0))  # fmt: skip
+                _order("exact", layout))  # fmt: skip
 
 
 def _elements(layout: Layout) -> tuple[int, int]:
@@ -419,17 +420,17 @@ def _parameters(method: object) -> int:
     return sum(p.numel() for p in method.parameters() if p.requires_grad) if isinstance(method, nn.Module) else 0
 
 
-def _order(form: str, layout: Layout, r: int) -> str:
+def _order(form: str, layout: Layout, r: int = 0, sizes: Sizes | None = None, training: bool = False) -> str:
     d, e = layout.width, layout.value_width
-    letters = f"n queries, m keys, d = {d} width, e = {e} value width" + (f", r = {r} features" if r else "")
-    rows = "n e" if d == e else "n m"
+    unit, wave = (1, 1) if sizes is None else (sizes.unit, sizes.wave)
     time, memory = {
-        "exact": ("n m (d + e)", rows),
+        "exact": ("n m (d + e)", "n e" if d == e else "n m"),
         "dense": ("n m (d + e)", "n e + m d"),
-        "linear": ("(n + m) r e", "n e + r e"),
-        "chunked": ("n r e", "n e + r e"),
+        "linear": ("(n + m) r e", f"n e + m r e / {wave}" if training else "n e + r e"),  # sums that are kept
+        "chunked": ("n r e", f"n e + n r e / {unit}"),
         "step": ("r e", "r e"),
     }[form]
+    letters = f"n queries, m keys, d = {d} width, e = {e} value width" + (f", r = {r} features" if r else "")
     return f"time O({time}), memory O({memory}): {letters}"
 
 
@@ -450,7 +451,7 @@ def _peak(call: _Call, number: int, wide: int) -> int:
     forward = max(wide * (own + moments.states + moments.forward), number * pieces)
     if not call.training:
         return number * outputs + forward
-    kept, done = slices * moments.kept, (slices - 1) * inputs // slices
+    kept, done = slices * moments.kept, (slices - 1) * inputs // slices + moments.done
     largest = max(call.b * x for x in (layout.group * layout.queries * layout.width, layout.keys * layout.width,
                                        layout.keys * layout.value_width))  # fmt: skip
     return number * outputs + max(
@@ -467,7 +468,8 @@ class _Moments(NamedTuple):
     states: int  # that `scanned` collects in the forward, and then puts side by side
     kept: int  # between forward and backward
     forward: int  # the widest moment of the forward
-    backward: int  # that of the backward, with the gradients that are finished by then
+    done: int  # gradients that are finished at the widest moment of the backward,
+    backward: int  # and what else there is then
 
 
 def _dense(call: _Call, b: int) -> _Moments:
@@ -482,13 +484,14 @@ def _dense(call: _Call, b: int) -> _Moments:
     graph = keys + b * m * (d + (0 if traits.from_logits else traits.kept - features))
     # The gradients of features, or keys, and of values: their sums so far, and of the latter those of this block. In
     # the causal form the first block of the backward is the widest; in the other the last, when the queries are done.
-    finished = b * m * ((features or d) + 2 * (e + 1)) + (0 if call.is_causal else b * g * n * d)
+    of_keys = b * m * ((features or d) + 2 * (e + 1))
     return _Moments(
         joined=n > s,
         states=0,
         kept=graph,
         forward=max(b * m * (2 * d + 2 * e + 1), (0 if call.training else keys) + rows + made),
-        backward=finished + 2 * rows + kept + gradients,
+        done=0 if call.is_causal else b * g * n * d,
+        backward=of_keys + 2 * rows + kept + gradients,
     )
 
 
@@ -500,7 +503,6 @@ def _linear(call: _Call, b: int) -> _Moments:
     absorb = u * (d + 2 * e + 1 + max(traits.making, traits.result)) + 2 * sums - b * g * n * e
     # The last block is cleaned (scaled, times 0, cleaned) and mapped before there is its part of the result.
     read = sums + t * max(3 * d - e, d + traits.making - e, d + traits.result + e + 1)
-    asked, inputs = b * g * n * d, b * (g * n * d + m * (d + e))
     divide = t * (4 * e + 3 if traits.divides else e)  # The gradients of quotient, numerator and denominator.
     read_again = t * (2 * d + traits.kept + e) + max(divide, t * traits.gradient + 3 * sums)
     absorb_again = u * (2 * d + 3 * e + 2 + traits.kept + traits.gradient) + 3 * sums
@@ -509,7 +511,8 @@ def _linear(call: _Call, b: int) -> _Moments:
         states=0,
         kept=blocks * sums,  # Every block keeps the sums before it, and gives them back once it is done.
         forward=max(absorb, read),
-        backward=max(asked + read_again, asked + absorb_again, inputs - u * (d + e) + absorb_again - blocks * sums),
+        done=b * g * n * d,
+        backward=max(read_again, absorb_again, (b * m - u) * (d + e) + absorb_again - blocks * sums),
     )
 
 
@@ -525,7 +528,8 @@ def _chunked(call: _Call, b: int) -> _Moments:
     states = len(units) * sums if scan else 0
     copies = t * d + u * (d + e) if w > c and (g > 1 or (b > 1 and w < n)) else 0  # Chunks become batches.
     if traits.separable:
-        forward, backward = _halving(b, g, w, c, d, e, prefixes, unit, scan)
+        forward, backward = _halving(b, g, w, c, d, e, unit, scan)
+        forward, backward = forward + prefixes, backward + (3 if scan else 2) * (unit // w) * prefixes
     else:
         keys = u * (d + e + 1 + traits.result)
         made, kept, gradients = _pairs(call, b, w, c, tracked=scan)
@@ -546,29 +550,29 @@ def _chunked(call: _Call, b: int) -> _Moments:
     # While a unit is computed, the result, or the gradients, of the one before it are still held.
     if scan:
         forward = max(forward + tokens * e * (1 + (len(waves) > 1)), states)
-        backward += tokens * d + own * (d + e) + b * (g * n * d + m * (d + e))
-    return _Moments(not scan and len(waves) > 1, states, states, copies + forward, copies + backward)
+    done = b * (g * (n + unit) * d + (m + unit) * (d + e)) if scan else 0
+    return _Moments(not scan and len(waves) > 1, states, states, copies + forward, done, copies + backward)
 
 
-def _halving(
-    b: int, g: int, w: int, c: int, d: int, e: int, prefixes: int, unit: int, scan: bool
-) -> tuple[int, int]:  # fmt: skip
-    """Separable's chunks, which keep exponentials and factors of half a chunk for each level of halving."""
-    t, u, levels = b * g * w, b * w, (c - 1).bit_length()
-    # Of queries: cleaned, padded, shared out, and half of them asking; values: halves, joined, and those before.
-    forward = t * (7 * d // 2 + 3 * e + c // 4) + u * ((8 + levels) * d + 2 * e) + prefixes
-    tokens, own, repeated = b * g * unit, b * unit, int(g > 1)  # A product with shared keys repeats them.
+def _halving(b: int, g: int, w: int, c: int, d: int, e: int, unit: int, scan: bool) -> tuple[int, int]:
+    """Separable's chunks, in forward and backward, besides their sums: the tensors of `meet_chunk`, counted."""
+    t, u, levels, shared = b * g * w, b * w, (c - 1).bit_length(), int(g > 1)
+    # Of queries: cleaned, padded, shared out, and half of them asking. Of values: joined, halves, and those before.
+    forward = t * (7 * d // 2 + 3 * e + c // 4) + u * ((8 + levels) * d + 2 * e)
+    # Each level of halving keeps half the queries, exponentials and factors; a product repeats the keys of a group.
+    tokens, own = b * g * unit, b * unit
+    kept = tokens * (4 * d + 3 * e) + own * (8 * d + 2 * e)
+    kept += levels * (tokens * (d + shared * (d + e)) + (3 if scan else 2) * own * d) // 2
     # With a state before it, derivatives go through the largest exponent too.
-    backward = tokens * (4 * e + 6 * d) + own * ((4 if scan else 2) * e + (13 if scan else 11) * d)
-    backward += levels * (tokens * (d + repeated * (d + e)) + (5 if scan else 3) * own * d) // 2
-    return forward, backward + (4 if scan else 2) * (unit // w) * prefixes
+    gradients = t * (2 * d + e) + u * (4 if scan else 3) * d + levels * (2 if scan else 1) * u * d // 2
+    return forward, kept + gradients
 
 
 def _step(call: _Call, b: int) -> _Moments:
     g, _, _, d, _ = _letters(call)
     sums, traits = call.sums // call.b * b, call.traits
     tokens = b * (1 + g) * (2 * d + max(traits.making, traits.result))
-    return _Moments(False, 0, tokens + sums, tokens + sums * (1 if call.advances else 3), tokens + 2 * sums)
+    return _Moments(False, 0, tokens + sums, tokens + sums * (1 if call.advances else 3), 0, tokens + 2 * sums)
 
 
 def _pairs(call: _Call, b: int, rows: int, width: int, tracked: bool) -> tuple[int, int, int]:

@@ -95,21 +95,20 @@ def error(
     return Error(None, "nothing")
 
 
-def needed_degree(max_error: float, logit_range: LogitRange, spread: float | None = None) -> int:
-    """The lowest degree of `Taylor` whose `error` is no more than `max_error`.
+def needed_degree(max_error: float, logit_range: LogitRange, spread: float | None = None) -> float:
+    """The lowest degree of `Taylor` whose `error` is no more than `max_error`, or infinity if it is above 500.
 
     >>> needed_degree(0.05, 0.5), needed_degree(0.05, 3), needed_degree(0.05, 20)
     (2, 10, 71)
     """
     low, high = as_range(logit_range)
     check_max_error(max_error)
-    degree = 0
-    while True:
+    for degree in range(501):
         log_rho = taylor_log_ratio(degree, low, high)
         found = tanh(log_rho / 4) * spread if spread is not None else sinh(log_rho / 2) if log_rho < 700 else inf
         if found <= max_error:
             return degree
-        degree += 1
+    return inf
 
 
 def needed_features(
@@ -123,7 +122,7 @@ def needed_features(
     (688, 160972)
     """
     check_max_error(max_error)
-    count = random_variance(squared_norm, kind) / max_error**2
+    count = random_variance(squared_norm, kind) / max_error / max_error
     if count == inf:
         return inf
     pairs = 1 if kind == "positive" else 2
@@ -137,7 +136,7 @@ def taylor_log_ratio(degree: int, low: float, high: float) -> float:
     """
     ends = [_log_factor(degree, low), _log_factor(degree, high)]
     top = max([*ends, 0.0]) if degree % 2 and low < 0 < high else max(ends)
-    return top - min(ends)
+    return inf if inf in ends else top - min(ends)
 
 
 def _log_factor(degree: int, x: float) -> float:
@@ -153,7 +152,10 @@ def _log_factor(degree: int, x: float) -> float:
             series = 1 - y / power * series
         return log(series) + y if series > 0 else -inf
     # r(x) = 1 +- integral of s^p exp(s) / p! from 0 to y, as a series of positive terms.
-    term, total, k = exp((degree + 1) * log(y) - lgamma(degree + 1)), 0.0, 0
+    first = (degree + 1) * log(y) - lgamma(degree + 1)
+    if first + y > 700:  # Beyond all numbers, and far beyond any use.
+        return inf if degree % 2 == 0 else -inf
+    term, total, k = exp(first), 0.0, 0
     while (part := term / (degree + k + 1)) > total * 1e-17:
         total += part
         k += 1

@@ -23,8 +23,8 @@ from subquad._separable import Separable
 
 MARGIN = 1.5  # What was not sampled may be so much worse than what was.
 MOST_FEATURES = 1 << 14  # of a candidate
-COUNTS, REFERENCE = [1 << power for power in range(4, 14)], 1024  # of random features; the second one is measured
-ROWS = 256  # of each head of a sample
+COUNTS, REFERENCE = [1 << power for power in range(4, 14)], 256  # of random features; the second one is measured
+ROWS = 64  # of each head of a sample
 LONGEST = 1 << 24
 
 
@@ -136,25 +136,43 @@ def plan(
         query, key, value = sample
         call = Call.of(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=True)
         layout = call.layout
-        query_length, key_length = query_length or layout.queries, key_length or query_length or layout.keys
-        head_dim, value_dim = head_dim or layout.width, value_dim or layout.value_width
-        heads, key_heads = heads or layout.key_heads * layout.group, key_heads or heads or layout.key_heads
-        batch = batch or layout.rows // max(1, layout.key_heads)
+        if not all(bool(x.isfinite().all()) for x in sample):
+            raise ValueError("sample: expected finite numbers, got others among them")
+        if query_length is None:
+            query_length, key_length = layout.queries, layout.keys if key_length is None else key_length
+        if heads is None:
+            heads, key_heads = layout.key_heads * layout.group, layout.key_heads if key_heads is None else key_heads
+        head_dim, value_dim = _first(head_dim, layout.width), _first(value_dim, layout.value_width)
+        batch = _first(batch, layout.rows // max(1, layout.key_heads))
         if head_dim != layout.width:
             raise ValueError(f"sample: expected width {head_dim}, as head_dim, got {layout.width}")
     if query_length is None or head_dim is None:
         missing = "query_length" if query_length is None else "head_dim"
         raise ValueError(f"{missing}: expected a whole number, or a sample to take it from, got None")
-    shape = _shape(query_length, key_length, head_dim, value_dim, 1 if heads is None else heads, key_heads,
-                   1 if batch is None else batch, is_causal, training)  # fmt: skip
+    shape = _shape(query_length, key_length, head_dim, value_dim, _first(heads, 1), key_heads, _first(batch, 1),
+                   is_causal, training)  # fmt: skip
     machine = calibration(device, dtype, progress)
-    errors = _measured(call, head_dim) if call is not None else _predicted(logit_range, head_dim, max_error)
-    candidates = [c for method, e in errors.items() for c in _candidates(method, e, shape, machine, dtype, max_error)]
-    candidates.sort(key=lambda c: c.seconds)
-    able = [c for c in candidates if c.is_acceptable and c.is_chosen_form]
-    best = able[0]
+    measure = None
+    if call is None:
+        errors = _predicted(logit_range, head_dim, max_error)
+    else:
+        measure = _measure(call)
+        errors = _measured(call, head_dim, measure)
+    while True:
+        found = (c for method, e in errors.items() for c in _candidates(method, e, shape, machine, dtype, max_error))
+        candidates = sorted(found, key=lambda c: c.seconds)
+        best = next(c for c in candidates if c.is_acceptable and c.is_chosen_form)
+        if measure is None or isinstance(best.method, Exact) or best.error.known_by != "prediction":
+            break
+        errors[best.method] = measure(
+            best.method
+        )  # What was only inferred from the sample is measured before it is taken.
     reason = _reason(best, candidates, shape, machine, max_error, logit_range, call)
     return Plan(best.method, reason, tuple(candidates), max_error)
+
+
+def _first(given: int | None, found: int) -> int:
+    return found if given is None else given
 
 
 def _shape(
@@ -178,8 +196,7 @@ def _candidates(
     method: Named, found: Error, shape: Shape, machine: Calibration, dtype: torch.dtype, max_error: float
 ) -> Iterator[Candidate]:
     """The method in each of its forms."""
-    margin = MARGIN if found.known_by == "sample" else 1.0
-    acceptable = found.is_within(max_error / margin)
+    acceptable = found.is_within(max_error / (MARGIN if found.known_by == "sample" else 1.0))
     sizes = dict(
         query_length=shape.query_length, key_length=shape.key_length, head_dim=shape.head_dim,
         value_dim=shape.value_dim, heads=shape.heads, key_heads=shape.key_heads, batch=shape.batch,
@@ -231,30 +248,39 @@ def _counts(logit_range: LogitRange | None, max_error: float, kind: str) -> list
     return sorted(counts)
 
 
-@torch.no_grad()
-def _measured(call: Call, width: int) -> dict[Named, Error]:
+def _measure(call: Call) -> Callable[[Approximation], Error]:
+    """A function that tells the error of a method on the sample."""
+    with torch.no_grad():
+        picked = pick_rows(call, ROWS)
+        exact = exact_rows(call, picked)
+    norm = picked.total(exact.square().sum(-1))[0]
+
+    @torch.no_grad()
+    def measured(method: Approximation) -> Error:
+        difference = picked.total((method_rows(method, call, picked) - exact).square().sum(-1))[0]
+        return Error(relative(difference, norm), "sample")
+
+    return measured
+
+
+def _measured(call: Call, width: int, measure: Callable[[Approximation], Error]) -> dict[Named, Error]:
     """Candidates and their errors on a sample, with the keys as they are and with their mean taken from them."""
     keys = call.layout.fold_key(call.key).unflatten(0, (-1, call.layout.key_heads))
     centre = keys.double().mean((0, 2))  # (key heads, d)
-    picked = pick_rows(call, ROWS)
-    exact = exact_rows(call, picked)
-    norm = picked.total(exact.square().sum(-1))[0]
-
-    def measured(method: Approximation) -> float:
-        return relative(picked.total((method_rows(method, call, picked) - exact).square().sum(-1))[0], norm)
-
     found: dict[Named, Error] = {Exact(): Error(0.0, "definition")}
     for shift in (None, centre):
         for method in (taylor(p, shift) for p in degrees(width)):
-            found[method] = Error(measured(method), "sample")
+            found[method] = measure(method)
         for kind in ("positive", "hyperbolic"):
-            # One number of features is measured; the error falls with the root of it.
+            # One number of features is measured. For others the error should change with the root of it; where the
+            # weights are far off it does not, so nothing is taken for that alone.
             reference = RandomFeatures(REFERENCE, kind, key_shift=shift)
-            share = measured(reference) * sqrt(REFERENCE)
+            own = measure(reference)
             for count in COUNTS:
-                found[replace(reference, num_features=count)] = Error(share / sqrt(count), "sample")
+                inferred = Error((own.relative or 0.0) * sqrt(REFERENCE / count), "prediction")
+                found[replace(reference, num_features=count)] = own if count == REFERENCE else inferred
     for plain in (Linear("elu"), Separable()):
-        found[plain] = Error(measured(plain), "sample")
+        found[plain] = measure(plain)
     return found
 
 
@@ -266,7 +292,9 @@ def _reason(
     exact = next(c for c in candidates if isinstance(c.method, Exact))
     others = [c for c in candidates if c is not exact and c.is_acceptable and c.is_chosen_form]
     if best is not exact:
-        times = f"{exact.seconds / best.seconds:.2g}x quicker ({duration(best.seconds)} for {duration(exact.seconds)})"
+        times = (
+            f"{short(exact.seconds / best.seconds)}x quicker ({duration(best.seconds)} for {duration(exact.seconds)})"
+        )
         return f"{best.name}: {times} than exact attention, with a relative error {best.error}, within {max_error:g}."
     if others:
         slower = (
@@ -283,15 +311,18 @@ def _reason(
         )
     if logit_range is None:
         return (
-            f"Exact(): nothing is known of the logits, so no approximation can promise {max_error:g}; give a "
-            "logit_range or a sample."
+            f"Exact(): nothing is known of the logits, so no approximation can promise {max_error:g}; give their "
+            "range or a sample."
         )
     degree, reach = needed_degree(max_error, logit_range), max(map(abs, as_range(logit_range)))
-    count, random = comb(shape.head_dim + degree, degree), needed_features(max_error, 2 * reach)
+    random = many(needed_features(max_error, 2 * reach))
+    series = "of a degree above 500"
+    if degree < inf:
+        count = many(comb(shape.head_dim + int(degree), int(degree)))
+        series = f"of degree {degree}, {count} features at width {shape.head_dim}"
     return (
         f"Exact(): no approximation can help. With logits up to {reach:g}, a relative error of {max_error:g} takes a "
-        f"Taylor series of degree {degree}, {many(count)} features at width {shape.head_dim}, or {many(random)} random "
-        "features."
+        f"Taylor series {series}, or {random} random features."
     )
 
 
@@ -310,7 +341,12 @@ def rounded(length: int | None) -> int | None:
 
 
 def duration(seconds: float) -> str:
-    return f"{seconds:,.2g} s" if seconds >= 1 else f"{seconds * 1000:.2g} ms"
+    return f"{short(seconds)} s" if seconds >= 1 else f"{short(seconds * 1000)} ms"
+
+
+def short(number: float) -> str:
+    """Two digits, never as a power of ten."""
+    return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
 
 
 def many(count: float) -> str:

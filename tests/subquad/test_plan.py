@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from subquad import Exact, RandomFeatures, Separable, Taylor, crossover, plan
+from subquad import Exact, RandomFeatures, Separable, Taylor, crossover, measure_error, plan
 from subquad import _calibration as machines
 from subquad._calibration import Shape, calibration, family, grid, work
 from subquad._plan import describe, many, predicted_seconds
@@ -37,10 +37,17 @@ def test_large_logits_are_exact_and_it_says_why() -> None:
     assert not any(c.is_acceptable for c in found.candidates if c.method != Exact())
 
 
+def test_extremes_have_a_sentence_too() -> None:
+    assert "of a degree above 500, or more than 10^300 random features" in plan(
+        query_length=10**6, head_dim=64, logit_range=1000).reason  # fmt: skip
+    assert plan(query_length=10**6, head_dim=64, logit_range=0.5, max_error=1e-300).method == Exact()
+    assert plan(query_length=10**6, head_dim=64, logit_range=0).method == Taylor(0)
+
+
 def test_unknown_logits_are_exact() -> None:
     found = plan(query_length=1_000_000, head_dim=64)
     assert found.method == Exact()
-    assert "give a logit_range or a sample" in found.reason
+    assert "give their range or a sample" in found.reason
     assert all(c.error.relative is None for c in found.candidates if c.method != Exact())
 
 
@@ -55,9 +62,25 @@ def test_a_sample_tells_more_than_a_range() -> None:
     assert found.choice.error.relative * 1.5 <= 0.05
     methods = {type(c.method) for c in found.candidates}
     assert methods >= {Exact, Taylor, RandomFeatures, Separable}
+    with pytest.raises(ValueError, match="query_length: expected a whole number >= 1, got 0"):
+        plan(sample=(q, k, v), query_length=0)
+    with pytest.raises(ValueError, match="sample: expected finite numbers"):
+        plan(sample=(q / 0, k, v))
     hard = plan(sample=(q * 30, k, v), query_length=100_000)
     assert hard.method == Exact()
     assert "no approximation keeps 0.05, with a margin of 1.5, on the sample; the nearest" in hard.reason
+
+
+def test_what_is_inferred_from_a_sample_is_measured_before_it_is_taken() -> None:
+    """A few loud heads, as in trained models: there the error of random features hardly falls with their number."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, 1, 4, 600, 16, generator=generator).unbind()
+    q = q * torch.tensor([0.3, 0.3, 8.0, 8.0])[:, None, None]
+    for max_error in (0.9, 0.7, 0.5):
+        found = plan(sample=(q, k, v), query_length=10**7, max_error=max_error)
+        assert found.choice.error.known_by in ("sample", "definition")
+        if found.method != Exact():
+            assert measure_error(found.method, q, k, v, rows=600).relative <= max_error
 
 
 def test_both_forms_are_listed_and_only_the_one_that_runs_is_chosen() -> None:

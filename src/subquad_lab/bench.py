@@ -1,0 +1,242 @@
+"""`subquad bench`: methods against torch's own attention, and against the peak of matrix products.
+
+    speed          seconds of torch's attention / seconds
+    share of peak  (FLOPs of the method's products / seconds) / (FLOPs / seconds of a large product)
+
+All are called in turn, in one process and on the same tensors, and the best of several rounds counts: what else the
+machine does then hurts all of them alike.
+"""
+
+import io
+import itertools
+import json
+import math
+import os
+import platform
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+from torch.nn.functional import scaled_dot_product_attention
+
+import subquad
+from subquad_lab import UsageError
+from subquad_lab.demo import plain, positive
+from subquad_lab.measure import Request, call, normal_inputs
+from subquad_lab.methods import parse_method
+
+BASE = "torch"  # its scaled_dot_product_attention
+COLUMNS = ("length", "method", "time", "speed", "share of peak", "peak memory")
+NOTE = """\
+speed: against torch's attention at the same length.
+share of peak: of the FLOP/s of a large matrix product, {peak:.1f} GFLOP/s here.
+peak memory: predicted, beyond the inputs."""
+ROUNDS = 5
+SHORTEST, LONGEST = 1, 30  # seconds at a length: rounds go on for the first at least, and none begins after the second
+PRODUCT = 2048  # rows and columns of the matrices of the peak
+HEAP = 2  # The C library's heap can take so many times what a call holds.
+TABLE = 64  # bytes of a feature: Taylor makes a table of its weights in every form, which `cost` does not count
+
+
+@dataclass(frozen=True)
+class Case:
+    """What all measurements of a run share."""
+
+    heads: int
+    head_dim: int
+    causal: bool
+    backward: bool
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measurement. The share is known once the run has seen its best matrix product."""
+
+    length: int
+    method: str
+    seconds: float
+    speed: float
+    flops: int
+    peak_bytes: int
+    share: float = math.nan
+
+    def cells(self) -> tuple[str, ...]:
+        mebibytes = f"{self.peak_bytes / 2**20:,.1f} MiB"
+        return (f"{self.length:,}", self.method, f"{self.seconds * 1000:,.1f} ms", f"{self.speed:.2f}x",
+                f"{self.share:.0%}", mebibytes)  # fmt: skip
+
+
+def run(
+    methods: str, lengths: str, heads: int, head_dim: int, causal: bool, backward: bool, out: str | None
+) -> None:  # fmt: skip
+    """Measure, print a table, and write the results if a folder is given."""
+    names = dict.fromkeys(methods.split(","))
+    named = {name: parse_method(name) for name in names}
+    sizes = sorted({positive("lengths", text) for text in lengths.split(",")})
+    case = Case(positive("heads", heads), positive("head-dim", head_dim), causal, backward)
+    refuse_more_than_fits(named, sizes, case)
+    folder = None if out is None else Path(out)
+    if folder is not None:  # All that writing needs, before the work is done.
+        import matplotlib.figure  # noqa: F401
+
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=folder).close()
+
+    rows, peak = measured(named, sizes, case)
+    title = (
+        f"{'Causal attention' if causal else 'Attention'}, {'forward and backward' if backward else 'forward'}, "
+        f"float32, {heads} heads of width {head_dim}, threads: {torch.get_num_threads()}"
+    )
+    console = Console()
+    if console.is_terminal:
+        table = Table(*COLUMNS[:2], title=title)
+        for column in COLUMNS[2:]:
+            table.add_column(column, justify="right")
+        for row in rows:
+            table.add_row(*row.cells(), end_section=len(table.rows) % (len(named) + 1) == len(named))
+        console.print(table)
+        console.print(NOTE.format(peak=peak / 1e9), highlight=False)
+    else:
+        print(title, plain(COLUMNS), *(plain(row.cells()) for row in rows), NOTE.format(peak=peak / 1e9), sep="\n")
+    if folder is not None:
+        with writing(folder):
+            write_whole(folder / "bench.json", as_json(rows, peak, case))
+            write_whole(folder / "bench.svg", as_svg(rows, title))
+
+
+def measured(named: dict[str, Any], sizes: list[int], case: Case) -> tuple[list[Row], float]:
+    """All rows, and the best FLOP/s of a matrix product; shows progress on the standard error."""
+    console = Console(stderr=True)
+    rows: list[Row] = []
+    peak = 0.0
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("measuring", total=len(sizes) * (len(named) + 1))
+        for length in sizes:
+            bar.update(task, description=f"measuring, length {length:,}")
+            found, product = compare(named, length, case)
+            peak = max(peak, product)
+            rows += found
+            bar.advance(task, len(found))
+            if not console.is_terminal:
+                for row in found:
+                    print(f"length {row.length:,}, {row.method}: {row.seconds * 1000:,.1f} ms", file=sys.stderr)
+    return [replace(row, share=row.flops / row.seconds / peak) for row in rows], peak
+
+
+def compare(named: dict[str, Any], length: int, case: Case) -> tuple[list[Row], float]:
+    """Every method at one length, torch's first; and the FLOP/s of a matrix product."""
+    inputs = normal_inputs(Request(BASE, length, case.heads, case.head_dim, case.backward))
+    attends = {BASE: partial(scaled_dot_product_attention, is_causal=case.causal)}
+    for name, method in named.items():
+        attends[name] = partial(subquad.attention, is_causal=case.causal, method=method)
+    matrix = torch.ones(PRODUCT, PRODUCT)
+    best = in_turn(
+        {"product": lambda: matrix @ matrix}
+        | {name: partial(call, attend, inputs, case.backward) for name, attend in attends.items()}
+    )
+    product = 2 * PRODUCT**3 / best.pop("product")
+    rows = []
+    for name, seconds in best.items():
+        price = predicted(named.get(name, subquad.Exact()), length, case)
+        rows.append(Row(length, name, seconds, best[BASE] / seconds, price.flops, price.peak_bytes))
+    return rows, product
+
+
+def predicted(method: Any, length: int, case: Case) -> Any:
+    return subquad.cost(method, query_length=length, head_dim=case.head_dim, heads=case.heads, is_causal=case.causal,
+                        training=case.backward)  # fmt: skip
+
+
+def in_turn(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
+    """The best time of each call, all of them called once per round."""
+    best = dict.fromkeys(calls, math.inf)
+    begin = time.perf_counter()
+    for finished in itertools.count():
+        spent = time.perf_counter() - begin
+        if finished and (spent > LONGEST or (finished >= ROUNDS and spent > SHORTEST)):
+            break
+        for name, function in calls.items():
+            start = time.perf_counter()
+            function()
+            best[name] = min(best[name], time.perf_counter() - start)
+    return best
+
+
+def refuse_more_than_fits(named: dict[str, Any], sizes: list[int], case: Case) -> None:
+    """Before the system ends this process, or another one."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    length = sizes[-1]
+    inputs = 3 * 4 * case.heads * length * case.head_dim
+    for name, method in {BASE: subquad.Exact(), **named}.items():
+        features = 0 if isinstance(method, subquad.Exact) else method.size(case.head_dim)
+        needed = inputs + TABLE * features
+        if needed <= memory:  # Else the prediction itself could take long.
+            needed += HEAP * predicted(method, length, case).peak_bytes
+        if needed > memory:
+            raise UsageError(
+                f"--lengths: {name} at length {length:,} can take {needed / 2**30:,.1f} GiB; this machine has "
+                f"{memory / 2**30:,.1f} GiB"
+            )
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(f"--out: cannot write to {folder}: {error.strerror}") from error
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """The file is there in whole or not at all."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_bytes(content)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def as_json(rows: list[Row], peak: float, case: Case) -> bytes:
+    content = {
+        "machine": f"{platform.machine()} {platform.system()}",
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        **asdict(case),
+        "dtype": "float32",
+        "product_flops_per_second": peak,
+        "rows": [asdict(row) for row in rows],
+    }
+    return json.dumps(content, indent=1).encode()
+
+
+def as_svg(rows: list[Row], title: str) -> bytes:
+    """Time over length, a line for each method."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    axes = figure.subplots()
+    for name in dict.fromkeys(row.method for row in rows):
+        mine = [row for row in rows if row.method == name]
+        axes.loglog([row.length for row in mine], [row.seconds for row in mine], "o-", label=name)
+    axes.set_title(title, fontsize="small")
+    axes.set(xlabel="length", ylabel="seconds")
+    lengths = sorted({row.length for row in rows})
+    axes.set_xticks(lengths, [f"{length:,}" for length in lengths], minor=False)
+    axes.set_xticks([], minor=True)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="svg", metadata={"Date": None})
+    return buffer.getvalue()
