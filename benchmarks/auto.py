@@ -2,8 +2,9 @@
 
     python benchmarks/auto.py [--inputs 2000] [--activations FILE.safetensors]
 
-Inputs are normal ones of scales 0.01 to 10, clustered ones, ones with outliers among queries, keys or values, and those
-with a common mean; also, from a file that benchmarks/pretrained.py --save writes, the activations of a trained encoder.
+Inputs are normal ones of scales 0.01 to 10, clustered ones, ones with outliers among queries, keys or values, those
+with a common mean, with values of little spread, and with rare rows that meet a loud key; also, from a file that
+benchmarks/pretrained.py --save writes, the activations of a trained encoder.
 """
 
 import argparse
@@ -17,6 +18,7 @@ import torch
 from results import machine, today, write_page
 from rich.progress import track
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from subquad import Auto, attention
 
@@ -46,7 +48,7 @@ def inputs(seed: int) -> tuple[str, Tensor, Tensor, Tensor]:
         return choices[int(torch.randint(len(choices), (1,), generator=generator))]
 
     n, d = pick(LENGTHS), pick(WIDTHS)
-    kind = ("normal", "clustered", "outliers", "common mean")[seed % 4]
+    kind = ("normal", "clustered", "outliers", "common mean", "small spread", "rare rows")[seed % 6]
     scale = math.exp(float(torch.rand(1, generator=generator)) * math.log(1000)) / 100  # 0.01 to 10
     q, k, v = (normal(1, 2, n, d, generator=generator) for _ in range(3))
     q, k = q * scale**0.5, k * scale**0.5
@@ -62,6 +64,13 @@ def inputs(seed: int) -> tuple[str, Tensor, Tensor, Tensor]:
     elif kind == "common mean":
         k = k + normal(1, 2, 1, d, generator=generator) * float(pick((0.5, 2.0, 8.0)))
         v = v + normal(1, 2, 1, d, generator=generator)
+    elif kind == "small spread":  # any average is near the mean; a vanishing normaliser is not
+        k, v = k + float(pick((0.5, 2.0, 8.0))), 10 + 0.1 * v
+        q = q * float(pick((0.0, 0.1, 1.0))) + q[:, :, :1]
+    elif kind == "rare rows":  # all of one norm; one in a hundred meets the one loud key head on
+        loud = normalize(k[:, :, 5:6], dim=-1)
+        q, k[:, :, 5:6] = 3 * normalize(q, dim=-1), float(pick((5.0, 20.0))) * loud
+        q[:, :, 50::100] = 3 * loud
     return kind, q, k, v
 
 

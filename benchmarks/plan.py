@@ -24,7 +24,7 @@ from subquad._plan import describe, taylor
 
 WIDTHS, LENGTHS, RANGES = (16, 32, 64, 128), (256, 512, 1024, 2048, 4096, 8192), (0.1, 0.5, 1.5)
 METHODS = (taylor(1), Taylor(2), RandomFeatures(64), RandomFeatures(256), Linear("elu"), Separable())
-MOST = 2.0  # Candidates that are predicted to take more than so many times the best are not measured.
+MOST = 2.5  # Candidates that are predicted to take more than so many times the best are not measured.
 SLOW = 1.3  # A choice may take so many times as long as the best.
 
 
@@ -78,10 +78,8 @@ def choices(clock: Clock) -> list[dict]:
     for length, width, reach in track(list(product(LENGTHS, WIDTHS, RANGES)), "choices"):
         plan = subquad.plan(query_length=length, head_dim=width, heads=clock.heads, is_causal=True, logit_range=reach)
         able = [c for c in plan.candidates if c.is_acceptable and c.is_chosen_form]
-        near = [c for c in able if c.seconds <= MOST * able[0].seconds][:6]
-        times = {
-            c.method: clock.seconds(c.method, length, width) for c in (*near, *able) if c in near or c.method == Exact()
-        }
+        measured = (c.method for c in able if c.seconds <= MOST * able[0].seconds or isinstance(c.method, Exact))
+        times = {method: clock.seconds(method, length, width) for method in measured}
         best = min(times, key=lambda method: times[method])
         ratio = times[plan.method] / times[best]
         rows.append(dict(length=length, width=width, logit_range=reach, choice=describe(plan.method),
@@ -98,9 +96,11 @@ def report(crossed: list[dict], chosen: list[dict]) -> str:
     ]
     ratios = []
     for row in crossed:
+        low, high = LENGTHS[0], LENGTHS[-1]
         if row["measured"] is None:
-            low, high = LENGTHS[0], LENGTHS[-1]
             measured, ratio = f"not within {low:,} to {high:,}", ""
+            if row["predicted"] is not None and low < row["predicted"] < high:
+                ratios.append(math.inf)  # a plain miss
         else:
             ratios.append((row["predicted"] or math.inf) / row["measured"])
             measured, ratio = f"{row['measured']:,.0f}", f"{ratios[-1]:.2f}"

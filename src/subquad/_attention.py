@@ -119,7 +119,7 @@ def normalizer(
     """
     method = resolve(method)
     if isinstance(method, Exact | Separable | Auto):
-        raise ValueError(f"method: the weights of {method} always sum to 1; expected a feature map")
+        raise ValueError(f"method: expected a feature map, whose weights are divided by their sum, got {method}")
     query, key = widen(query), widen(key)
     ones = key.new_ones(*key.shape[:-1], 1)
     output, _ = attend(
@@ -243,7 +243,8 @@ def decode(
         return None
     width, group = shape[-1], 1
     if query.shape != shape:
-        if not enable_gqa or query.shape[:-3] != shape[:-3] or query.shape[-2:] != shape[-2:]:
+        alike = query.dim() == key.dim() > 2 and query.shape[:-3] == shape[:-3] and query.shape[-2:] == shape[-2:]
+        if not enable_gqa or not alike or shape[-3] == 0:
             return None
         group = query.shape[-3] // shape[-3]
     fits = shape[:-1] == (*poison.shape, 1) and value.shape == shape and query.numel() == group * key.numel() > 0

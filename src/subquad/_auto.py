@@ -11,7 +11,7 @@ method computes from the past.
 import logging
 import warnings
 from dataclasses import dataclass, replace
-from math import isfinite, sqrt
+from math import inf, isfinite, sqrt
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,6 +50,10 @@ class Auto:
     check_rows: how many rows of each head are computed exactly to know how large the output is, and how wrong a method
         is where no bound tells. More rows make the decision surer and slower.
 
+    The candidates are `Taylor` of degree 1 to 4 and hyperbolic `RandomFeatures`. Where norms give a bound the promise
+    is certain, rounding aside; where rows are sampled it is statistical, with a margin: rare rows that no norm tells
+    apart can escape it. In a causal call the future can change which method is taken, never what a method computes.
+
     `choose` tells what is taken and why; so does the logger "subquad", at level INFO. A sequence in pieces, with a
     state, is refused: the promise is for the whole of it.
 
@@ -75,8 +79,16 @@ class Auto:
         key_padding_mask: Tensor | None = None, segment_ids: Tensor | None = None,
     ) -> Choice:  # fmt: skip
         """The method for this call; arguments as for `attention`."""
-        from subquad._sample import Call  # Here, because attention itself is what a method is measured by.
+        from subquad._kernel import widen  # Here, because attention itself is what a method is measured by.
+        from subquad._sample import Call, undisturbed
 
+        if torch.compiler.is_compiling():
+            raise ValueError(
+                "method: Auto decides by numbers, which are not known while torch.compile makes a graph; expected a "
+                "method by name, such as the one that Auto().choose(...) finds for a sample"
+            )
+        if torch.is_autocast_enabled(query.device.type):
+            query, key, value = widen(query), widen(key), widen(value)
         pairwise = attn_mask is not None and (
             attn_mask.dtype != torch.bool or (attn_mask.dim() > 1 and attn_mask.shape[-2] != 1)
         )
@@ -84,7 +96,7 @@ class Auto:
         if dropout_p or pairwise or per_head:
             return _exact("dropout on weights, and masks of pairs or of query heads, have no linear form")
         training = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
-        with torch.no_grad():
+        with undisturbed(query.device):
             call = Call.of(query, key, value, attn_mask, is_causal, scale, enable_gqa, key_padding_mask, segment_ids)
             return _chosen(call, training, self)
 
@@ -181,7 +193,7 @@ def _centre(call: "Call") -> Tensor:
 
 
 def _taylor_bound(method: "Approximation", call: "Call") -> float | None:
-    """What the squared error over all rows cannot exceed; None where no bound is known."""
+    """What the squared error over all rows cannot exceed, rounding aside; None where no bound is known."""
     from subquad._features import Taylor
     from subquad._methods import shifted
 
@@ -192,6 +204,8 @@ def _taylor_bound(method: "Approximation", call: "Call") -> float | None:
     # ln rho over [-reach, reach]; an odd series is nearest to the exponential at 0, where r = 1.
     factors = torch.stack([low.clamp(min=0.0).log() + reach, high.log() - reach])
     top = factors.amax(0).clamp(min=0.0) if method.degree % 2 else factors.amax(0)
+    if not bool((low > 0).all()):  # An odd series that is not positive: its normaliser can vanish.
+        return inf
     values = call.layout.fold_key(call.value).double()
     seen = values.new_ones(values.shape[:-1], dtype=torch.bool) if call.keep is None else call.keep
     shown = torch.where(seen[..., None], values, 0.0)

@@ -13,9 +13,10 @@ import os
 import platform
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,9 @@ from subquad._layout import Layout
 from subquad._methods import Approximation, Named
 from subquad._separable import Separable
 
-VERSION = 1  # of the file and of the work that the coefficients are for
+EXACT_LENGTHS, EXACT_WIDTHS = (128, 256, 512, 1024, 2048, 4096), (16, 64, 128)
+TURNS = 2  # All calls are measured one after another, and again: what disturbs the machine for a while meets one turn.
+VERSION = 3  # of the file and of the work that the coefficients are for
 Progress = Callable[[int, int], None]  # (calls measured, calls in all)
 
 
@@ -77,7 +80,9 @@ def work(method: Named, form: str, shape: Shape) -> list[float]:
     queries = shape.batch * shape.heads * shape.query_length
     tokens = (queries + shape.batch * shape.key_heads * shape.key_length) / 2
     if isinstance(method, Exact):
-        return [1.0, pairs * (d + e), pairs, tokens * (d + e)]
+        # torch's kernel works in blocks, and its price of a pair jumps with the length: a table says it, no sum does.
+        length = math.sqrt(shape.query_length * shape.key_length)
+        return [pairs * a * b for a in _between(EXACT_LENGTHS, length) for b in _between(EXACT_WIDTHS, (d + e) / 2)]
     r = method.size(d)
     powers = method.degree if isinstance(method, Taylor) else 1
     pair = d if isinstance(method, Taylor) and method.basis == "symmetric" else r
@@ -95,7 +100,7 @@ def work(method: Named, form: str, shape: Shape) -> list[float]:
     made = 0.0 if alone and pair == d else tokens * r
     return [
         1.0,
-        waves * (1 + (d * powers if pair == d else 0)),  # Taylor makes its features variable by variable.
+        waves * (1 + (d * (powers - 1) if powers > 1 else 0)),  # Taylor makes products variable by variable.
         made * (d if isinstance(method, RandomFeatures) else 1),
         0.0 if alone else tokens * r * (e + 1),
         made,
@@ -103,6 +108,18 @@ def work(method: Named, form: str, shape: Shape) -> list[float]:
         inside,
         tokens * (d + e),
     ]
+
+
+def _between(places: Sequence[int], x: float) -> list[float]:
+    """How much x, on a logarithmic scale, is of each place: of one, or of the two beside it."""
+    x = min(max(x, places[0]), places[-1])
+    weights = [0.0] * len(places)
+    for i, (low, high) in enumerate(pairwise(places)):
+        if low <= x <= high:
+            weights[i + 1] = math.log(x / low) / math.log(high / low)
+            weights[i] = 1 - weights[i + 1]
+            break
+    return weights
 
 
 @dataclass(frozen=True)
@@ -132,22 +149,22 @@ def _name(method: Named, form: str, shape: Shape) -> str:
 def grid() -> Iterator[tuple[Named, str, Shape]]:
     """The calls that are measured: short ones, where starting costs most, and long ones."""
     methods: list[tuple[int, Approximation]] = [
-        (8, Taylor(4)), (16, Taylor(2)), (32, Taylor(2)), (64, Taylor(2)), (128, Taylor(0)),
+        (8, Taylor(4)), (16, Taylor(2)), (32, Taylor(2)), (64, Taylor(2)), (32, Taylor(0)), (128, Taylor(0)),
         (16, RandomFeatures(512)), (64, RandomFeatures(64)), (64, RandomFeatures(1024)), (128, RandomFeatures(256)),
         (16, Linear("elu")), (128, Linear("elu")), (16, Separable()), (128, Separable()),
     ]  # fmt: skip
     for training in (False, True):
         for is_causal in (True, False):
             shape = Shape(0, 0, 0, 0, is_causal=is_causal, training=training)
-            for d in (16, 64, 128):
-                for n, heads in ((128, 8), (1024, 4), (4096, 2)):
-                    yield Exact(), "exact", _sized(shape, n, d, heads)
+            for d in EXACT_WIDTHS:
+                for n in EXACT_LENGTHS:
+                    yield Exact(), "exact", _sized(shape, n, d, 8 if n < 2048 else 2)
             for d, method in methods:
-                long = max(1024, min(4096, (1 << 22) // method.size(d)))
-                for n, heads in ((256, 8), (512, 2), (long, 2)):
+                long = max(1024, min(2048, (1 << 21) // method.size(d)))
+                for n, heads in ((256, 8), (512, 8 if method.size(d) < 1000 else 2), (long, 2)):
                     yield method, "chunked", _sized(shape, n, d, heads)
                 if is_causal and not isinstance(method, Separable):
-                    for n, heads in ((128, 8), (1024, 2)):
+                    for n, heads in ((128, 8), (768, 4)):
                         yield method, "dense", _sized(shape, n, d, heads)
 
 
@@ -178,7 +195,7 @@ def measured_seconds(method: Named, form: str | None, shape: Shape, device: torc
     with torch.set_grad_enabled(shape.training):
         call()
         best, spent, count = math.inf, 0.0, 0
-        while count < 2 or (count < 8 and spent < 0.025):
+        while count < 1 or (count < 5 and spent < 0.01):
             begin = time.perf_counter()
             call()
             seconds = time.perf_counter() - begin
@@ -191,14 +208,17 @@ def calibrate(
 ) -> Calibration:
     """Measure this machine: under half a minute."""
     calls = list(grid())
-    rows: dict[str, list[tuple[list[float], float]]] = {}
-    for done, (method, form, shape) in enumerate(calls):
-        if progress is not None:
-            progress(done, len(calls))
-        seconds = measured_seconds(method, form, shape, device, dtype)
-        rows.setdefault(_name(method, form, shape), []).append((work(method, form, shape), seconds))
+    best: dict[int, float] = {}
+    for turn in range(TURNS):
+        for i, (method, form, shape) in enumerate(calls):
+            if progress is not None:
+                progress(turn * len(calls) + i, TURNS * len(calls))
+            best[i] = min(best.get(i, math.inf), measured_seconds(method, form, shape, device, dtype))
     if progress is not None:
-        progress(len(calls), len(calls))
+        progress(TURNS * len(calls), TURNS * len(calls))
+    rows: dict[str, list[tuple[list[float], float]]] = {}
+    for i, call in enumerate(calls):
+        rows.setdefault(_name(*call), []).append((work(*call), best[i]))
     return Calibration({name: _fitted(found) for name, found in rows.items()})
 
 
@@ -265,10 +285,10 @@ def _file(of: dict[str, str | int]) -> Path:
 def cached(device: torch.device, dtype: torch.dtype = torch.float32) -> Calibration | None:
     """The calibration that an earlier run has left, if it is whole and of this machine."""
     of = machine(device, dtype)
-    path = _file(of)
     try:
+        path = _file(of)
         changed = path.stat().st_mtime_ns
-    except OSError:
+    except (OSError, RuntimeError):  # No such file, or no home.
         return None
     return _read(path, changed, json.dumps(of))
 
@@ -287,7 +307,7 @@ def _read(path: Path, changed: int, of: str) -> Calibration | None:
             and all(isinstance(c, float) and 0 <= c < math.inf for row in found.values() for c in row)
             and all(any(row) for row in found.values())
         )
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
     return Calibration(found) if whole else None
 
@@ -306,23 +326,30 @@ def calibration(
     if found is not None:
         return found
     of = machine(device, dtype)
-    path = _file(of)
-    try:  # Before the work, so that it is not done in vain.
+    try:
+        path = _file(of)
         path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(prefix=".calibration-", dir=path.parent)
-    except OSError as error:
-        raise PermissionError(
-            f"cache: cannot write to {path.parent} ({error.strerror}); expected a folder for the calibration of this "
-            "machine. Set SUBQUAD_CACHE to one that can be written."
-        ) from None
+        handle, temporary = tempfile.mkstemp(
+            prefix=".calibration-", dir=path.parent
+        )  # Before the work is done in vain.
+        os.close(handle)
+    except (OSError, RuntimeError) as error:
+        raise _cannot_write(error) from None
     try:
         made = calibrate(device, dtype, progress)
-        with os.fdopen(handle, "w") as file:
+        with open(temporary, "w") as file:
             json.dump({"machine": of, "coefficients": made.coefficients}, file, indent=1)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except BaseException:
+    except OSError as error:
+        raise _cannot_write(error) from None
+    finally:
         Path(temporary).unlink(missing_ok=True)
-        raise
     return made
+
+
+def _cannot_write(error: Exception) -> PermissionError:
+    return PermissionError(
+        f"cache: cannot write the calibration of this machine ({error}); set SUBQUAD_CACHE to a folder for it"
+    )

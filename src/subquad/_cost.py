@@ -42,8 +42,9 @@ class Cost:
 
     flops: of the matrix products; a multiplication and an addition are 2.
     bytes_moved: inputs and results once, and what is made between them (features, weights, sums) written and read once.
-    peak_bytes: the most memory above the inputs that is held at one time, the result included. The C library's heap can
-        take more from the system: it keeps the gaps between blocks (up to twice this, measured).
+    peak_bytes: the most memory above the inputs that is held at one time, the result included; with training, the
+        gradients too. The C library's heap takes more from the system, for the gaps between blocks: about 1.5 times
+        this where it was measured, at worst 4.5 times (benchmarks/cost.py).
     state_bytes: of the `State` after the call, if one is asked for.
     parameters: that can be learned: none, or those of a user's map.
     form: "exact", "dense", "linear", "chunked" or "step".

@@ -66,8 +66,8 @@ def error(
     logit_range: (lowest, highest) scaled logit, or one number for both signs; `subquad.logit_range` finds it.
     spread: the diameter of the values over the root mean square norm of the exact output's rows. With it Taylor's error
         is a bound; without, a prediction for values that know nothing of the logits, such as random ones.
-    squared_norm: the mean of |q+k|^2, scaled, for random features (|q-k|^2 for trigonometric ones); by default that of
-        vectors of equal norm at right angles, whose logits could just reach the range.
+    squared_norm: |q+k|^2 of a pair, scaled, for random features (|q-k|^2 for trigonometric ones); where pairs differ,
+        the largest weigh most. By default that of equal norms at right angles, whose logits could reach the range.
 
     >>> print(error(Taylor(2), logit_range=0.5))
     about 0.022
@@ -78,19 +78,22 @@ def error(
     >>> print(error("separable", logit_range=0.5))
     unknown before a run
     """
-    from subquad._methods import resolve  # Here, because one of the methods, Auto, knows of errors.
+    from subquad._auto import Auto  # Here, because Auto knows of errors.
+    from subquad._methods import resolve
 
     method, (low, high) = resolve(method), as_range(logit_range)
+    if isinstance(method, Auto):
+        raise ValueError("method: Auto decides by the numbers of each call; expected one that it may take, got Auto")
     if isinstance(method, Exact):
         return Error(0.0, "definition")
     if isinstance(method, Taylor) and method.basis == "symmetric":
-        log_rho = taylor_log_ratio(method.degree, low, high)
-        if spread is not None:
-            return Error(tanh(log_rho / 4) * spread, "bound")
-        # Values that know nothing of the weights move by the weights' coefficient of variation, which is at most this.
-        return Error(sinh(log_rho / 2) if log_rho < 700 else inf, "prediction")
+        if spread is not None and not spread >= 0:
+            raise ValueError(f"spread: expected a number >= 0, got {spread!r}")
+        found = _taylor_error(method.degree, low, high, spread)
+        return Error(found, "prediction" if spread is None else "bound")
     if isinstance(method, RandomFeatures):
         square = 2 * max(abs(low), abs(high)) if squared_norm is None else squared_norm
+        _check_square(square)
         return Error(sqrt(random_variance(square, method.kind) / method.num_features), "prediction")
     return Error(None, "nothing")
 
@@ -103,12 +106,18 @@ def needed_degree(max_error: float, logit_range: LogitRange, spread: float | Non
     """
     low, high = as_range(logit_range)
     check_max_error(max_error)
-    for degree in range(501):
-        log_rho = taylor_log_ratio(degree, low, high)
-        found = tanh(log_rho / 4) * spread if spread is not None else sinh(log_rho / 2) if log_rho < 700 else inf
-        if found <= max_error:
-            return degree
-    return inf
+    return next((p for p in range(501) if _taylor_error(p, low, high, spread) <= max_error), inf)
+
+
+def _taylor_error(degree: int, low: float, high: float, spread: float | None) -> float:
+    log_rho = taylor_log_ratio(degree, low, high)
+    if log_rho == inf and degree % 2:  # Weights that are not positive: their sum can vanish, and nothing bounds that.
+        return inf
+    if spread is not None:
+        return tanh(log_rho / 4) * spread
+    # Values that know nothing of the weights move by about the weights' coefficient of variation: for weights spread
+    # over the whole range, at most this.
+    return sinh(log_rho / 2) if log_rho < 700 else inf
 
 
 def needed_features(
@@ -122,6 +131,9 @@ def needed_features(
     (688, 160972)
     """
     check_max_error(max_error)
+    _check_square(squared_norm)
+    if kind not in ("positive", "hyperbolic", "trigonometric"):
+        raise ValueError(f"kind: expected 'positive', 'hyperbolic' or 'trigonometric', got {kind!r}")
     count = random_variance(squared_norm, kind) / max_error / max_error
     if count == inf:
         return inf
@@ -172,6 +184,11 @@ def random_variance(squared_norm: float, kind: str) -> float:
     return expm1(squared_norm) if kind == "positive" else 2 * (cosh(squared_norm) - 1)
 
 
+def _check_square(squared_norm: float) -> None:
+    if not squared_norm >= 0:
+        raise ValueError(f"squared_norm: expected a number >= 0, got {squared_norm!r}")
+
+
 def as_range(logit_range: LogitRange) -> tuple[float, float]:
     """(low, high), or an error that says what is wrong."""
     try:
@@ -187,5 +204,5 @@ def as_range(logit_range: LogitRange) -> tuple[float, float]:
 
 
 def check_max_error(max_error: float) -> None:
-    if not 0 < max_error < inf:
+    if isinstance(max_error, bool) or not isinstance(max_error, int | float) or not 0 < max_error < inf:
         raise ValueError(f"max_error: expected a number above 0, the relative error that is allowed, got {max_error!r}")

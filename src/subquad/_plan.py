@@ -25,7 +25,7 @@ MARGIN = 1.5  # What was not sampled may be so much worse than what was.
 MOST_FEATURES = 1 << 14  # of a candidate
 COUNTS, REFERENCE = [1 << power for power in range(4, 14)], 256  # of random features; the second one is measured
 ROWS = 64  # of each head of a sample
-LONGEST = 1 << 24
+LONGEST, LARGEST = 1 << 24, 1 << 28  # lengths: of a crossover, and of a plan
 
 
 @dataclass(frozen=True)
@@ -132,12 +132,23 @@ def plan(
     if logit_range is not None and sample is not None:
         raise ValueError("sample: expected either logit_range or a sample, got both")
     call = None
+    if sample is None and scale is not None:
+        raise ValueError(
+            f"scale: expected None without a sample, because logit_range is of scaled logits, got {scale!r}"
+        )
     if sample is not None:
+        if not isinstance(sample, tuple | list) or len(sample) != 3 or not all(isinstance(x, Tensor) for x in sample):
+            raise ValueError(f"sample: expected a query, a key and a value, got {type(sample).__name__}")
         query, key, value = sample
         call = Call.of(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=True)
         layout = call.layout
         if not all(bool(x.isfinite().all()) for x in sample):
             raise ValueError("sample: expected finite numbers, got others among them")
+        if call.is_empty or not bool(value.any()):
+            raise ValueError("sample: expected queries, keys and values that are not all 0, got none")
+        if _first(key_heads, _first(heads, layout.key_heads)) != layout.key_heads:
+            wanted = f"{layout.key_heads} key heads, as the sample's"
+            raise ValueError(f"key_heads: expected {wanted}, got {_first(key_heads, _first(heads, 0))}")
         if query_length is None:
             query_length, key_length = layout.queries, layout.keys if key_length is None else key_length
         if heads is None:
@@ -151,6 +162,7 @@ def plan(
         raise ValueError(f"{missing}: expected a whole number, or a sample to take it from, got None")
     shape = _shape(query_length, key_length, head_dim, value_dim, _first(heads, 1), key_heads, _first(batch, 1),
                    is_causal, training)  # fmt: skip
+    cost(Exact(), query_length=1, head_dim=1, dtype=dtype)  # A wrong dtype is said before the machine is measured.
     machine = calibration(device, dtype, progress)
     measure = None
     if call is None:
@@ -187,6 +199,8 @@ def _shape(
     for name, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ValueError(f"{name}: expected a whole number >= 1, got {size!r}")
+        if size > LARGEST:
+            raise ValueError(f"{name}: expected a whole number up to {LARGEST:,}, got {size:,}")
     if sizes["heads"] % sizes["key_heads"]:
         raise ValueError(f"key_heads: expected a number that divides the {heads} heads, got {key_heads}")
     return Shape(**sizes, is_causal=is_causal, training=training)

@@ -3,13 +3,15 @@
     relative error = |out - exact| / |exact|     Frobenius norms over all rows, estimated from the sampled ones
 
 Rows are drawn where they matter. A row's risk is |q_i| times the largest |k_j| that it sees: no logit of it is larger.
-The rows of the highest risk are all taken; in a causal call the first ones too, which are averages of few values and so
-the largest. The others are sorted by their risk, cut into equal parts, and one row is drawn from each part.
+The rows of the highest risk are all taken, and those with the largest logits with the few loudest keys; in causal calls
+the first ones too, which are averages of few values and so the largest. The others are sorted in the same order, cut
+into equal parts, and one row is drawn from each part.
 
 Axes: b batch and key heads, g query heads per key head, n queries, m keys, d width, e value width, p picked rows.
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import inf, sqrt
 from typing import NamedTuple
@@ -27,6 +29,14 @@ from subquad._methods import Approximation, Method, kernel_of, resolve, shifted
 from subquad._separable import Separable
 
 PAIRS = 1 << 22  # weights that are made at once
+LOUD = 16  # keys of the largest norms that every row is held against
+
+
+@contextmanager
+def undisturbed(device: torch.device) -> Iterator[None]:
+    """No history, and no rounding to half precision, whatever the surroundings ask for."""
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        yield
 
 
 @dataclass(frozen=True)
@@ -58,17 +68,39 @@ class Call:
         scale = 1 / sqrt(layout.width or 1) if scale is None else scale
         return cls(layout, query, key, value, keep, runs, is_causal, scale)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no query, or no key."""
+        return self.layout.rows * self.layout.group * self.layout.queries * self.layout.keys == 0
+
     def risks(self, key: Tensor | None = None) -> Tensor:
         """(b, g, n): no scaled logit of a row is larger, in either direction. `key`: the keys, if they were shifted."""
-        norms: Tensor = widen(self.layout.fold_key(self.key if key is None else key)).norm(dim=-1)
+        norms: Tensor = self.layout.fold_key(self.key if key is None else key).double().norm(dim=-1)
         norms = norms if self.keep is None else torch.where(self.keep, norms, 0.0)
         n, m = self.layout.queries, self.layout.keys
         if self.is_causal:
             largest = norms.cummax(-1).values[:, torch.arange(n, device=norms.device).clamp(max=m - 1)]
         else:
             largest = norms.amax(-1, keepdim=True)
-        own: Tensor = widen(self.layout.fold_query(self.query)).norm(dim=-1)
-        return own * largest[:, None] * (abs(self.scale) * (1 + 1e-5))  # Norms are rounded, too.
+        own: Tensor = self.layout.fold_query(self.query).double().norm(dim=-1)
+        return own * largest[:, None] * (abs(self.scale) * (1 + 1e-9))  # Norms are rounded, too.
+
+    def loudest(self) -> Tensor:
+        """(b, g, n): the largest logit of a row, in either direction, with the few keys of the largest norms.
+
+        A row can have a harmless norm and yet meet one loud key head on.
+        """
+        k = self.layout.fold_key(self.key).double()
+        norms = k.norm(dim=-1) if self.keep is None else torch.where(self.keep, k.norm(dim=-1), -1.0)
+        top = norms.topk(min(LOUD, self.layout.keys), -1).indices.sort(-1).values  # (b, t)
+        keys = k.gather(1, top[..., None].expand(-1, -1, k.shape[-1]))
+        logits = torch.einsum("bgnd,btd->bgnt", self.layout.fold_query(self.query).double(), keys).abs()
+        if self.is_causal:
+            places = torch.arange(self.layout.queries, device=k.device)[:, None]
+            logits = torch.where(top[:, None, None] <= places, logits, 0.0)
+        if self.keep is not None:
+            logits = torch.where(self.keep.gather(1, top)[:, None, None], logits, 0.0)
+        return logits.amax(-1) * abs(self.scale)
 
 
 class Picked(NamedTuple):
@@ -82,9 +114,10 @@ class Picked(NamedTuple):
         """The sum over all rows of what the sampled ones have, (b, g, p), and its standard error."""
         drawn = squares[..., self.certain :]
         spread = 0.0
-        if self.certain < len(self.weights) and float(self.weights[-1]) > 1:
+        count = drawn.shape[-1]
+        if count:
             # One row was drawn from each part, so neighbours tell how much parts vary inside.
-            steps = drawn.diff(dim=-1).square().sum() / 2 if drawn.shape[-1] > 1 else drawn.square().sum()
+            steps = drawn.diff(dim=-1).square().sum() / 2 * count / (count - 1) if count > 1 else drawn.square().sum()
             spread = float(self.weights[-1]) * sqrt(float(steps))
         return float((squares * self.weights).sum()), spread
 
@@ -95,10 +128,14 @@ def pick_rows(call: Call, rows: int, seed: int = 0) -> Picked:
     n = risks.shape[-1]
     if rows >= n:
         return Picked(torch.arange(n, device=risks.device).expand_as(risks), risks.new_ones(n).double(), n)
+    # Half by the largest possible logit, half by the largest one with a loud key.
+    by_norm, by_loud = (torch.nan_to_num(x, nan=inf).argsort(-1, descending=True).argsort(-1) for x in
+                        (risks, call.loudest()))  # fmt: skip
+    rank = torch.minimum(by_norm, by_loud)
     if call.is_causal:
-        risks[..., : rows // 4] = inf
-    order = torch.nan_to_num(risks, nan=inf).argsort(-1, descending=True)
-    certain = rows // 2 if call.is_causal else rows // 4
+        rank[..., : rows // 4] = -1
+    order = rank.argsort(dim=-1, stable=True)
+    certain = 3 * rows // 4 if call.is_causal else rows // 2
     parts = rows - certain
     generator = torch.Generator().manual_seed(seed)
     within = torch.rand(*risks.shape[:-1], parts, generator=generator, dtype=torch.float64).to(risks.device)
@@ -179,7 +216,6 @@ def _hidden(call: Call, block: Block, group: int) -> Tensor:
     return ~call.keep[block.heads].repeat_interleave(group, 0)[..., None]
 
 
-@torch.no_grad()
 def measure_error(
     method: Method | str, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False, *,
@@ -187,7 +223,8 @@ def measure_error(
 ) -> Error:  # fmt: skip
     """The error of `method` against exact attention on `rows` rows of each head, at O(rows * keys).
 
-    Other arguments as for `attention`. With as many rows as there are queries it is the error itself.
+    Other arguments as for `attention`, but masks are the same for all query heads that share a key head. With as many
+    rows as there are queries it is the error itself.
 
     >>> q, k, v = torch.randn(3, 1, 2, 1000, 16, generator=torch.Generator().manual_seed(0)).unbind()
     >>> print(measure_error("taylor", q / 2, k / 2, v, is_causal=True))
@@ -195,21 +232,26 @@ def measure_error(
     >>> print(measure_error("taylor", q * 4, k * 4, v, is_causal=True))
     0.97 on sampled rows
     """
-    if rows < 1:
-        raise ValueError(f"rows: expected a whole number >= 1, got {rows!r}")
-    call = Call.of(query, key, value, attn_mask, is_causal, scale, enable_gqa, key_padding_mask, segment_ids)
+    _check_rows(rows)
     resolved = resolve(method)
     if isinstance(resolved, Auto):
         resolved = resolved.choose(query, key, value, attn_mask, 0.0, is_causal, scale, enable_gqa,
                                    key_padding_mask=key_padding_mask, segment_ids=segment_ids).method  # fmt: skip
     if isinstance(resolved, Exact):
         return Error(0.0, "definition")
-    if call.layout.rows * call.layout.group * call.layout.queries * call.layout.keys == 0:
-        return Error(0.0, "sample")  # Nobody asks, or there is nothing to see: zeros in either way.
-    picked = pick_rows(call, rows, seed)
-    exact = exact_rows(call, picked)
-    difference = picked.total((method_rows(resolved, call, picked) - exact).square().sum(-1))[0]
-    return Error(relative(difference, picked.total(exact.square().sum(-1))[0]), "sample")
+    with undisturbed(query.device):
+        call = Call.of(query, key, value, attn_mask, is_causal, scale, enable_gqa, key_padding_mask, segment_ids)
+        if call.is_empty:
+            return Error(0.0, "sample")  # Nobody asks, or there is nothing to see: zeros in either way.
+        picked = pick_rows(call, rows, seed)
+        exact = exact_rows(call, picked)
+        difference = picked.total((method_rows(resolved, call, picked) - exact).square().sum(-1))[0]
+        return Error(relative(difference, picked.total(exact.square().sum(-1))[0]), "sample")
+
+
+def _check_rows(rows: object) -> None:
+    if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1:
+        raise ValueError(f"rows: expected a whole number >= 1, got {rows!r}")
 
 
 def relative(difference: float, norm: float) -> float:
@@ -217,7 +259,6 @@ def relative(difference: float, norm: float) -> float:
     return sqrt(difference / norm) if norm > 0 else 0.0 if difference == 0 else inf if difference > 0 else difference
 
 
-@torch.no_grad()
 def logit_range(
     query: Tensor, key: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, scale: float | None = None,
     enable_gqa: bool = False, *, key_padding_mask: Tensor | None = None, segment_ids: Tensor | None = None,
@@ -234,19 +275,20 @@ def logit_range(
     >>> [round(end, 1) for end in logit_range(q, k, rows=100)]
     [-6.0, 5.5]
     """
-    call = Call.of(query, key, key[..., :0], attn_mask, is_causal, scale, enable_gqa, key_padding_mask, segment_ids)
-    if call.layout.rows * call.layout.group * call.layout.queries * call.layout.keys == 0:
-        return 0.0, 0.0
-    if rows is None:
-        largest = float(call.risks().max())
-        return -largest, largest
-    if rows < 1:
-        raise ValueError(f"rows: expected a whole number >= 1, or None for the norms, got {rows!r}")
-    low, high = inf, -inf
-    k = call.layout.fold_key(call.key)
-    for block in blocks(call, pick_rows(call, rows, seed)):
-        keys = widen(k[block.heads]).repeat_interleave(call.layout.group, 0)
-        logits = torch.bmm(widen(block.q), keys.mT) * call.scale
-        low = min(low, float(torch.where(block.seen, logits, inf).min()))
-        high = max(high, float(torch.where(block.seen, logits, -inf).max()))
-    return (low, high) if low <= high else (0.0, 0.0)
+    if rows is not None:
+        _check_rows(rows)
+    with undisturbed(query.device):
+        call = Call.of(query, key, key[..., :0], attn_mask, is_causal, scale, enable_gqa, key_padding_mask, segment_ids)
+        if call.is_empty:
+            return 0.0, 0.0
+        if rows is None:
+            largest = float(call.risks().max())
+            return -largest, largest
+        ends: list[Tensor] = []
+        k = call.layout.fold_key(call.key)
+        for block in blocks(call, pick_rows(call, rows, seed)):
+            keys = widen(k[block.heads]).repeat_interleave(call.layout.group, 0)
+            logits = torch.bmm(widen(block.q), keys.mT) * call.scale
+            ends.append(torch.stack([torch.where(block.seen, sign * logits, -inf).max() for sign in (-1, 1)]))
+        low, high = torch.stack(ends).amax(0).tolist()  # NaN, if there is one.
+    return (0.0, 0.0) if high == -inf else (-low, high)

@@ -14,6 +14,7 @@ from subquad import Exact, Linear, MultiheadAttention, RandomFeatures, Separable
 from subquad._attention import attend, choose_form
 from subquad._cost import Cost, _crossover, cost, crossover, multihead_cost
 from subquad._layout import check_shapes
+from subquad._methods import resolve
 from subquad_lab.measure import Request, measure
 from subquad_lab.methods import parse_method
 
@@ -101,19 +102,22 @@ def test_work_is_what_torch_counts(name, training) -> None:
         assert expected > 0 or shape[3] == 1  # One token of Separable is its own value.
 
 
+@pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("name", METHODS)
-def test_a_step_costs_the_same_at_any_length(name) -> None:
+def test_a_step_costs_the_same_at_any_length(name, training) -> None:
     for group, e in ((1, 4), (2, 4), (1, 7), (3, 2)):
         method = method_of(name, 4)
         _, state = attention(*inputs_of((2, 2, group, 9, 9, 4, e)), is_causal=True, enable_gqa=True, method=method,
                              return_state=True)  # fmt: skip
         shape = (2, 2, group, 1, 1, 4, e)
-        with FlopCounterMode(display=False) as counter, torch.no_grad():
-            _, state = attention(*inputs_of(shape), is_causal=True, enable_gqa=True, method=method, state=state,
-                                 return_state=True)  # fmt: skip
-        step = predicted(method, shape, form="step")
+        with FlopCounterMode(display=False) as counter, torch.set_grad_enabled(training):
+            output, state = attention(*inputs_of(shape, training), is_causal=True, enable_gqa=True, method=method,
+                                      state=state.detach(), return_state=True)  # fmt: skip
+            if training:
+                output.sum().backward()
+        step = predicted(method, shape, form="step", training=training)
         assert step.flops == counter.get_total_flops() > 0
-        assert step == predicted(method, (2, 2, group, 1, 1000, 4, e), form="step")
+        assert step == predicted(method, (2, 2, group, 1, 1000, 4, e), form="step", training=training)
         assert step.state_bytes == state.nbytes
 
 
@@ -184,6 +188,35 @@ def test_peak_memory_within_15_percent(request_, monkeypatch) -> None:
     assert measure(request_).peak_bytes == pytest.approx(expected, rel=0.15)
 
 
+def allocated(call) -> int:
+    """The most that torch's allocator has handed out at one time during the call."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        call()
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    return max(itertools.accumulate(changes))
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("name", ["taylor", "random", "elu", "separable", "exact"])
+def test_peak_memory_is_what_torch_allocates(name, is_causal, training) -> None:
+    """One unit and several; heads that share keys; values of another width; the dense form too."""
+    method = Linear("elu") if name == "elu" else resolve(name)
+    for shape in ((1, 8, 1, 4608, 4608, 64, 64), (1, 2, 1, 4096, 4096, 64, 64), (1, 4, 3, 2048, 2048, 32, 80)):
+        inputs = inputs_of(shape, training)
+
+        def call(inputs=inputs) -> object:
+            output = attention(*inputs, is_causal=is_causal, enable_gqa=True, method=method)
+            return output, torch.autograd.grad(output.sum(), inputs) if training else None
+
+        peak = allocated(call)
+        if peak > 16 << 20:
+            expected = predicted(method, shape, is_causal=is_causal, training=training).peak_bytes
+            assert peak == pytest.approx(expected, rel=0.1)
+
+
 def test_memory_of_the_linear_form_does_not_know_the_other_length() -> None:
     short, long = (cost(Linear("elu"), query_length=n, key_length=1 << 20, head_dim=16).peak_bytes
                    for n in (1 << 16, 1 << 17))  # fmt: skip
@@ -217,6 +250,7 @@ def test_crossover_is_not_fooled_by_teeth_and_islands() -> None:
     for a, b in (
         (lambda n: n * n, lambda n: 100 * n + 3000 * (n % 64 == 1)),
         (lambda n: n, lambda n: 50 if n < 30 or n > 60 else 10),  # cheaper from 30 to 60 too, for a while
+        (lambda n: 9, lambda n: 10 * (600 <= n <= 620)),
         (lambda n: 2, lambda n: 1),
         (lambda n: 1, lambda n: 1),
         (lambda n: n, lambda n: 700),

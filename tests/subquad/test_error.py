@@ -132,7 +132,17 @@ def test_where_nothing_is_known_it_says_so() -> None:
         assert str(found) == "unknown before a run"
         assert not found.is_within(10.0)
     assert str(error("exact", logit_range=100)) == "0"
-    assert error(Taylor(1), logit_range=2.0).relative == math.inf  # 1 + x is negative there.
+    for spread in (None, 0.05):
+        assert error(Taylor(1), logit_range=2.0, spread=spread).relative == math.inf  # 1 + x is negative there.
+    for arguments, message in (
+        (dict(spread=-3), "spread: expected a number >= 0"),
+        (dict(method="auto"), "method: Auto decides"),
+        (dict(method="random", squared_norm=-1), "squared_norm: expected a number >= 0"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            error(**dict(method="taylor", logit_range=1.0) | arguments)
+    with pytest.raises(ValueError, match="kind: expected 'positive'"):
+        needed_features(0.1, 1.0, "foo")
     assert "worse than returning zeros" in str(error(RandomFeatures(16), logit_range=20))
     assert Error(math.nan, "sample").worse_than_zeros
 

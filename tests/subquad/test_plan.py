@@ -135,14 +135,18 @@ def test_a_large_number_is_a_power_of_ten() -> None:
 # --- Calibration -----------------------------------------------------------------------------------------------------
 
 
+def known_seconds(method, form, shape) -> float:
+    return 1e-9 * sum(work(method, form, shape))
+
+
 @pytest.fixture
 def fresh(tmp_path, monkeypatch):
-    """An empty cache, and a machine whose times are known: 1 microsecond, and 1 nanosecond for each unit of work."""
+    """An empty cache, and a machine whose times are known: 1 nanosecond for each unit of work."""
     calls = []
 
     def known(method, form, shape, device, dtype) -> float:
         calls.append(method)
-        return 1e-6 + 1e-9 * sum(work(method, form, shape)[1:])
+        return known_seconds(method, form, shape)
 
     monkeypatch.setenv("SUBQUAD_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(machines, "measured_seconds", known)
@@ -152,10 +156,10 @@ def fresh(tmp_path, monkeypatch):
 def test_a_calibration_finds_the_times_it_was_given(fresh) -> None:
     found = calibration()
     for method, form, shape in grid():
-        wanted = 1e-6 + 1e-9 * sum(work(method, form, shape)[1:])
+        wanted = known_seconds(method, form, shape)
         assert found.seconds(method, shape, form) == pytest.approx(wanted, rel=0.02)
     unseen = Shape(5000, 5000, 48, 48, 6, 6, is_causal=True)
-    wanted = 1e-6 + 1e-9 * sum(work(Taylor(2), "chunked", unseen)[1:])
+    wanted = known_seconds(Taylor(2), "chunked", unseen)
     assert found.seconds(Taylor(2), unseen, "chunked") == pytest.approx(wanted, rel=0.1)
 
 
@@ -168,7 +172,7 @@ def test_it_is_made_once_with_progress(fresh) -> None:
     assert len(fresh) == count
 
 
-@pytest.mark.parametrize("damage", ["", "{", "[]", "null", '{"machine": {}, "coefficients": {}}'])
+@pytest.mark.parametrize("damage", ["", "[" * 100_000, "{", "[]", "null", '{"machine": {}, "coefficients": {}}'])
 def test_a_damaged_cache_is_made_again(fresh, damage) -> None:
     first = calibration()
     (path,) = machines.cache_folder().iterdir()
@@ -189,7 +193,7 @@ def test_a_damaged_cache_is_made_again(fresh, damage) -> None:
     lambda content: next(iter(content["coefficients"].values())).__setitem__(0, -1.0),
     lambda content: next(iter(content["coefficients"].values())).__setitem__(0, float("nan")),
     lambda content: next(iter(content["coefficients"].values())).__setitem__(0, "1"),
-    lambda content: next(iter(content["coefficients"].values())).__setitem__(slice(None), [0.0] * 4),
+    lambda content: next(iter(content["coefficients"].values())).__setitem__(slice(None), [0.0] * 18),
 ])  # fmt: skip
 def test_a_cache_that_is_not_of_this_machine_is_not_trusted(fresh, change) -> None:
     first = calibration()
@@ -214,9 +218,25 @@ def test_threads_and_dtypes_have_their_own(fresh, one_thread) -> None:
 def test_a_cache_that_cannot_be_written_is_said_before_the_work(fresh, tmp_path, monkeypatch) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("SUBQUAD_CACHE", str(tmp_path / "file" / "cache"))
-    with pytest.raises(PermissionError, match=r"cache: cannot write to .*file.*; .* Set SUBQUAD_CACHE"):
+    with pytest.raises(PermissionError, match=r"cache: cannot write .*file.*; set SUBQUAD_CACHE"):
         calibration()
     assert not fresh
+
+
+def test_a_folder_in_the_way_is_said(fresh) -> None:
+    machines._file(machines.machine(CPU, torch.float32)).mkdir(parents=True)
+    with pytest.raises(PermissionError, match="cache: cannot write the calibration"):
+        calibration()
+
+
+def test_where_there_is_no_home_nothing_is_cached(monkeypatch) -> None:
+    def homeless() -> None:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(machines, "cache_folder", homeless)
+    assert machines.cached(CPU) is None
+    with pytest.raises(PermissionError, match="set SUBQUAD_CACHE"):
+        calibration()
 
 
 def test_an_interrupted_calibration_leaves_nothing(fresh, monkeypatch) -> None:
