@@ -70,8 +70,8 @@ def is_spared(node: ast.AST) -> bool:
             return True
         case ast.Assign(targets=[ast.Name(name)]):
             return name in TUNING | WORDING
-        case ast.keyword(arg=name):
-            return name in KEYWORDS
+        case ast.keyword(arg=name, value=value):
+            return name in KEYWORDS or isinstance(value, ast.JoinedStr)
     return False
 
 
