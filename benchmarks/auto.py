@@ -110,7 +110,11 @@ def main() -> None:
     if options.activations:
         for case in track(list(activations(options.activations)), "activations"):
             found += outcomes(*case)
-    write_page("auto", f"# Auto, {today()}\n\n{machine()}\n\n{report(found)}\n", [asdict(o) for o in found])
+    write_page(
+        "auto",
+        f"# Auto, {today()}\n\n{machine()}\n\n{report(found)}\n",
+        [asdict(o) for o in found if not o.error <= o.promise],
+    )  # the broken ones
 
 
 def report(found: list[Outcome]) -> str:
