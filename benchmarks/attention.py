@@ -10,9 +10,6 @@ Memory and error come from a fresh process for each call. The results go to benc
 import argparse
 import contextlib
 import io
-import itertools
-import math
-import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
@@ -25,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import subquad
-from subquad_lab.measure import Request, call, memory_and_error, normal_inputs
+from subquad_lab.measure import Request, call, in_turn, memory_and_error, normal_inputs
 from subquad_lab.methods import parse_method
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -76,21 +73,6 @@ def memory_and_error_of(request: Request) -> tuple[int, float]:
     return memory_and_error(rival(request.method, request.width), request)
 
 
-def in_turn(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """The best time of each call, all of them called once per round."""
-    best = dict.fromkeys(calls, math.inf)
-    begin = time.perf_counter()
-    for finished in itertools.count():
-        spent = time.perf_counter() - begin
-        if finished and (spent > LONGEST or (finished >= ROUNDS and spent > SHORTEST)):
-            break
-        for name, function in calls.items():
-            start = time.perf_counter()
-            function()
-            best[name] = min(best[name], time.perf_counter() - start)
-    return best
-
-
 def compare(case: Request, names: tuple[str, ...], earlier: dict[str, Row]) -> list[Row]:
     """All methods at one shape and length. `earlier` holds their rows at the last length; updated here."""
     task = "forward+backward" if case.backward else "forward"
@@ -110,7 +92,7 @@ def compare(case: Request, names: tuple[str, ...], earlier: dict[str, Row]) -> l
         rows[name] = replace(row, peak_bytes=peak, relative_error=error)
         attend = rival(name, case.width)
         calls[name] = lambda attend=attend: call(attend, inputs, case.backward)
-    best = in_turn(calls)
+    best = in_turn(calls, ROUNDS, SHORTEST, LONGEST)
     for name, seconds in best.items():
         rows[name] = earlier[name] = replace(rows[name], seconds=seconds, speed=best["sdpa"] / seconds)
     return list(rows.values())
@@ -146,7 +128,7 @@ def decode(case: Request, names: tuple[str, ...]) -> list[Row]:
         method = parse_method(name)
         _, state = subquad.attention(*before, is_causal=True, method=method, return_state=True)
         calls[name] = partial(steps, method, state)
-    best = in_turn(calls)
+    best = in_turn(calls, ROUNDS, SHORTEST, LONGEST)
     return [
         Row(case.heads, case.width, CONTEXT, "decoding step", name, seconds / STEPS, best["sdpa"] / seconds)
         for name, seconds in best.items()

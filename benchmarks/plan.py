@@ -11,6 +11,7 @@ import argparse
 import math
 import time
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise, product
 
 import torch
@@ -21,6 +22,7 @@ import subquad
 from subquad import Exact, Linear, RandomFeatures, Separable, Taylor
 from subquad._calibration import calibration
 from subquad._plan import describe, taylor
+from subquad_lab.measure import best_seconds
 
 WIDTHS, LENGTHS, RANGES = (16, 32, 64, 128), (256, 512, 1024, 2048, 4096, 8192), (0.1, 0.5, 1.5)
 METHODS = (taylor(1), Taylor(2), RandomFeatures(64), RandomFeatures(256), Linear("elu"), Separable())
@@ -41,13 +43,8 @@ class Clock:
         key = (method, length, width)
         if key not in self.known:
             inputs = torch.randn(3, 1, self.heads, length, width, generator=torch.Generator().manual_seed(0)) * 0.3
-            best, spent, count = math.inf, 0.0, 0
-            while count < 3 or (spent < 0.15 and count < 30):
-                begin = time.perf_counter()
-                subquad.attention(*inputs, is_causal=True, method=method)
-                took = time.perf_counter() - begin
-                best, spent, count = min(best, took), spent + took, count + 1
-            self.known[key] = best
+            attend = partial(subquad.attention, *inputs, is_causal=True, method=method)
+            self.known[key] = best_seconds(attend, repeats=3, at_least=0.15)
         return self.known[key]
 
 

@@ -9,7 +9,7 @@ import torch
 import subquad._attention as heart
 from reference import METHODS, Squares, reference
 from subquad import Exact, Linear, RandomFeatures, Separable, State, Taylor, attention
-from subquad._attention import attend, decode
+from subquad._attention import attend
 
 B, H, N, D, E = 2, 2, 13, 4, 3
 NAMES = [*METHODS]
@@ -27,7 +27,7 @@ def in_form(form, method, q, k, v, is_causal=False, keep=None, segments=None, st
     return attend(q, k, v, None, 0.0, is_causal, None, False, method, keep, segments, state, return_state, form, chunk)
 
 
-def close(a: torch.Tensor, b: torch.Tensor) -> None:
+def assert_close(a: torch.Tensor, b: torch.Tensor) -> None:
     torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
 
 
@@ -40,7 +40,7 @@ def test_every_form_means_the_same(name, is_causal, keep, segments) -> None:
     expected = reference(METHODS[name], q, k, v, is_causal, keep, segments).detach()
     for form in ("dense", "chunked"):
         output, _ = in_form(form, METHODS[name], q, k, v, is_causal, keep, segments)
-        close(output.detach(), expected)
+        assert_close(output.detach(), expected)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -54,7 +54,7 @@ def test_gradients_of_every_form(name, is_causal) -> None:
     for form in ("dense", "chunked"):
         output, _ = in_form(form, METHODS[name], *inputs, is_causal, KEEP, SEGMENTS)
         for found, wanted in zip(torch.autograd.grad(output, inputs, cotangent), expected, strict=True):
-            close(found, wanted)
+            assert_close(found, wanted)
 
 
 @pytest.mark.parametrize("name", [*NAMES, "exact"])
@@ -76,7 +76,7 @@ def test_cut_anywhere_and_resumed_in_pieces_and_steps(name, masked) -> None:
             )  # fmt: skip
             outputs.append(output)
         assert state.length == N
-        close(torch.cat(outputs, -2).detach(), expected)
+        assert_close(torch.cat(outputs, -2).detach(), expected)
 
 
 @pytest.mark.parametrize("name", [*NAMES, "exact"])
@@ -86,15 +86,15 @@ def test_queries_and_keys_of_different_number(name, n, m) -> None:
     q, k, v = tensors(n, m, requires_grad=False)
     for is_causal in (False, True):
         expected = reference(method, q, k, v, is_causal).detach()
-        close(attention(q, k, v, is_causal=is_causal, method=method).detach(), expected)
+        assert_close(attention(q, k, v, is_causal=is_causal, method=method).detach(), expected)
         output, state = attention(q, k, v, is_causal=is_causal, method=method, return_state=True)
-        close(output.detach(), expected)
+        assert_close(output.detach(), expected)
         # With a state, the new keys are aligned to the new queries at their ends.
         q2, k2, v2 = tensors(4, 6, seed=2, requires_grad=False)
         for new_q, new_k, new_v in ((q2, k2, v2), (q2, k2[:, :, :2], v2[:, :, :2]), (q2, k2[:, :, :0], v2[:, :, :0])):
             resumed = attention(new_q, new_k, new_v, is_causal=is_causal, method=method, state=state)
             keys, values = torch.cat([k, new_k], 2), torch.cat([v, new_v], 2)
-            close(resumed.detach(), reference(method, new_q, keys, values, is_causal, past=m).detach())
+            assert_close(resumed.detach(), reference(method, new_q, keys, values, is_causal, past=m).detach())
 
 
 @pytest.mark.parametrize("name", [*NAMES, "exact"])
@@ -112,11 +112,11 @@ def test_grouped_heads_share_keys_and_states(name, is_causal) -> None:
     output, state = attention(
         q, k, v, is_causal=is_causal, enable_gqa=True, method=method, key_padding_mask=keep, return_state=True
     )
-    close(output.detach(), expected)
+    assert_close(output.detach(), expected)
     assert (state.sums if state.sums is not None else state.keys).shape[:2] == (B, 2)
     per_query_head = keep.repeat_interleave(3, 1)[:, :, None, :]
     masked = attention(q, k, v, per_query_head, is_causal=is_causal, enable_gqa=True, method=method)
-    close(masked.detach(), expected)
+    assert_close(masked.detach(), expected)
 
 
 @pytest.mark.parametrize("name", [*NAMES, "exact"])
@@ -126,13 +126,13 @@ def test_sizes_that_the_call_chooses_itself(name, monkeypatch) -> None:
     q, k, v = tensors(150, 150, requires_grad=False)
     for is_causal in (False, True):
         expected = reference(method, q, k, v, is_causal).detach()
-        close(attention(q, k, v, is_causal=is_causal, method=method).detach(), expected)
+        assert_close(attention(q, k, v, is_causal=is_causal, method=method).detach(), expected)
         monkeypatch.setattr(heart, "WAVE", 64)
         output, state = attention(q, k, v, is_causal=is_causal, method=method, return_state=True)
-        close(output.detach(), expected)
+        assert_close(output.detach(), expected)
         again = attention(q[:, :, :1], k[:, :, :1], v[:, :, :1], is_causal=True, method=method, state=state)
         keys, values = torch.cat([k, k[:, :, :1]], 2), torch.cat([v, v[:, :, :1]], 2)
-        close(again.detach(), reference(method, q[:, :, :1], keys, values).detach())
+        assert_close(again.detach(), reference(method, q[:, :, :1], keys, values).detach())
         monkeypatch.undo()
 
 
@@ -179,19 +179,19 @@ def test_shapes_without_heads_and_with_many_batches() -> None:
         assert torch.equal(attention(q[0, 0], k[0, 0], v[0, 0], is_causal=True, method=method), whole[0, 0])
         assert attention(q[0], k[0], v[0], key_padding_mask=KEEP[0], method=method).shape == (H, N, E)
         deep = [x.reshape(1, B, 1, H, *x.shape[-2:]) for x in (q, k, v)]
-        close(attention(*deep, is_causal=True, method=method).reshape_as(whole), whole)
+        assert_close(attention(*deep, is_causal=True, method=method).reshape_as(whole), whole)
         broadcast = attention(q, k[:1], v[:1, :1], method=method)
-        close(broadcast, attention(q, k[:1].expand_as(k), v[:1, :1].expand_as(v), method=method))
+        assert_close(broadcast, attention(q, k[:1].expand_as(k), v[:1, :1].expand_as(v), method=method))
 
 
 def test_scale_is_that_of_the_logits() -> None:
     q, k, v = tensors(requires_grad=False)
     for name in NAMES:
-        close(
+        assert_close(
             attention(q, k, v, scale=0.3, method=METHODS[name]).detach(),
             reference(METHODS[name], q, k, v, scale=0.3).detach(),
         )
-    close(attention(q, k, v, scale=-0.3, method="taylor"), attention(-q, k, v, scale=0.3, method="taylor"))
+    assert_close(attention(q, k, v, scale=-0.3, method="taylor"), attention(-q, k, v, scale=0.3, method="taylor"))
 
 
 def test_names_stand_for_methods() -> None:
@@ -206,7 +206,7 @@ def test_a_learned_map_learns() -> None:
     q, k, v = tensors(requires_grad=False)
     found = torch.autograd.grad(attention(q, k, v, is_causal=True, method=method).square().sum(), method.factor)
     wanted = torch.autograd.grad(reference(method, q, k, v, True).square().sum(), method.factor)
-    close(found[0], wanted[0])
+    assert_close(found[0], wanted[0])
     assert wanted[0].abs() > 1e-3
 
 
@@ -221,7 +221,7 @@ def test_states_are_reordered_moved_and_detached() -> None:
         whole = attention(*last, method=method, state=state, segment_ids=ids)
         order = torch.tensor([1, 0, 1])
         picked = attention(*(x[order] for x in last), method=method, state=state[order], segment_ids=ids[order])
-        close(picked, whole[order])
+        assert_close(picked, whole[order])
         assert whole.requires_grad
         assert not attention(*last, method=method, state=state.detach().to("cpu"), segment_ids=ids).requires_grad
 
@@ -236,17 +236,17 @@ def test_dense_in_several_blocks_and_chunks_in_one_unit(name, is_causal, monkeyp
     monkeypatch.setattr(heart, "PAIRS", 1)
     monkeypatch.setattr(heart, "CHUNK", 4)
     output, _ = in_form("dense", METHODS[name], *inputs, is_causal, KEEP)
-    close(output.detach(), expected.detach())
+    assert_close(output.detach(), expected.detach())
     for a, b in zip(torch.autograd.grad(output, inputs, cotangent), wanted, strict=True):
-        close(a, b)
+        assert_close(a, b)
     monkeypatch.undo()
     q, k, v = tensors(192, 192, requires_grad=False)  # Three chunks side by side, with nothing before them.
-    close(
+    assert_close(
         in_form("chunked", METHODS[name], q, k, v, is_causal, chunk=64)[0].detach(),
         reference(METHODS[name], q, k, v, is_causal).detach(),
     )
     output, _ = attention(q, k, v, is_causal=is_causal, method=METHODS[name], return_state=True)
-    close(output.detach(), reference(METHODS[name], q, k, v, is_causal).detach())
+    assert_close(output.detach(), reference(METHODS[name], q, k, v, is_causal).detach())
 
 
 @pytest.mark.parametrize("name", ["positive", "hyperbolic", "separable"])
@@ -259,7 +259,7 @@ def test_a_segment_does_not_drown_in_the_one_before_it(name) -> None:
         alone = in_form("dense", METHODS[name], q[:, :, 6:], keys[:, :, 6:], v[:, :, 6:], True)[0]
         assert alone.any(-1).all()
         for form in ("dense", "chunked"):
-            close(in_form(form, METHODS[name], q, keys, v, True, None, ids)[0][:, :, 6:], alone)
+            assert_close(in_form(form, METHODS[name], q, keys, v, True, None, ids)[0][:, :, 6:], alone)
 
 
 def test_masks_of_few_dimensions() -> None:
@@ -267,49 +267,5 @@ def test_masks_of_few_dimensions() -> None:
     for method in (Taylor(2), Separable(), Exact()):
         expected = reference(method, q, k, v, False, KEEP[:1].expand(2, -1), scale=0.4)
         for mask in (KEEP[0], KEEP[:1], KEEP[None, None, :1]):
-            close(attention(q, k, v, mask, scale=0.4, method=method, return_state=True)[0], expected)
-        close(attention(q, k, v, scale=0.4, method=method, key_padding_mask=KEEP[0]), expected)
-
-
-@pytest.mark.parametrize("name", [name for name in NAMES if getattr(METHODS[name], "key_shift", None) is None])
-@pytest.mark.parametrize("group", [1, 2])
-def test_decoding_takes_the_quick_way_and_means_the_same(name, group, monkeypatch) -> None:
-    """Token by token, with values as wide as keys: outputs, states and gradients of the whole sequence."""
-    generator = torch.Generator().manual_seed(0)
-    shapes = (B, H * group, N, D), (B, H, N, D), (B, H, N, D)
-    inputs = [torch.randn(s, generator=generator, dtype=torch.float64, requires_grad=True) for s in shapes]
-    method, quick = METHODS[name], []
-    monkeypatch.setattr(heart, "decode", lambda *arguments: quick.append(decode(*arguments)) or quick[-1])
-    whole, last = attention(*inputs, is_causal=True, enable_gqa=True, method=method, return_state=True)
-    state, outputs = None, []
-    for token in zip(*(x.split(1, -2) for x in inputs), strict=True):
-        output, state = attention(*token, is_causal=True, enable_gqa=True, method=method, state=state,
-                                  return_state=True)  # fmt: skip
-        outputs.append(output)
-    assert len(quick) == N - 1
-    assert all((found is None) == (name in ("separable", "user")) for found in quick)
-    assert state.length == last.length == N
-    joined = torch.cat(outputs, -2)
-    close(joined, whole)
-    exponent = 0.0 if last.log_scale is None else (state.log_scale - last.log_scale)[..., None]
-    close(state.sums * torch.as_tensor(exponent).exp(), last.sums)
-    cotangent = torch.randn(whole.shape, generator=generator, dtype=torch.float64)
-    expected = torch.autograd.grad(whole, inputs, cotangent, retain_graph=True)
-    for found, wanted in zip(torch.autograd.grad(joined, inputs, cotangent), expected, strict=True):
-        close(found, wanted)
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("place", [0, 1, 2], ids=["query", "key", "value"])
-def test_decoding_poisons_what_the_whole_sequence_poisons(name, bad, place) -> None:
-    generator = torch.Generator().manual_seed(0)
-    inputs = [torch.randn(1, H, 5, D, generator=generator, dtype=torch.float64) for _ in range(3)]
-    inputs[place][0, 0, 2, 1] = bad
-    whole = attention(*inputs, is_causal=True, method=METHODS[name])
-    state, outputs = None, []
-    for token in zip(*(x.split(1, -2) for x in inputs), strict=True):
-        output, state = attention(*token, is_causal=True, method=METHODS[name], state=state, return_state=True)
-        outputs.append(output)
-    torch.testing.assert_close(torch.cat(outputs, -2), whole, rtol=1e-9, atol=1e-10, equal_nan=True)
-    assert torch.equal(state.poison.isnan(), torch.tensor([[place > 0, False]]))
+            assert_close(attention(q, k, v, mask, scale=0.4, method=method, return_state=True)[0], expected)
+        assert_close(attention(q, k, v, scale=0.4, method=method, key_padding_mask=KEEP[0]), expected)

@@ -155,6 +155,11 @@ def attend(
             f"dropout_p: expected 0, got {dropout_p}: dropout on the weights has no linear form. "
             'Use method="exact", or dropout on the output.'
         )
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
+    if state is not None and not isinstance(state, State):
+        raise TypeError(f"state: expected what attention(..., return_state=True) returned, got {type(state).__name__}")
     device, stateful = query.device.type, state is not None or return_state
     autocast = torch.is_autocast_enabled(device) and query.dtype != torch.float64
     if autocast and not isinstance(method, Exact):  # It makes inputs of different precision alike.
@@ -204,7 +209,10 @@ def attend(
     off: AbstractContextManager[None] = torch.autocast(device, enabled=False) if autocast else nullcontext()
     with off:
         q, k, v = layout.fold_query(query), layout.fold_key(key), layout.fold_key(value)
-        kernel, q, k = kernel_of(method, q, k, 1 / sqrt(layout.width or 1) if scale is None else scale)
+        resumed = state is not None and state.sums is not None
+        form, sizes = choose_form(method, layout, is_causal, stateful, resumed, form, chunk)
+        scale = 1 / sqrt(layout.width or 1) if scale is None else scale
+        kernel, q, k = kernel_of(method, q, k, scale, pairs_alone=form == "dense")
         if not normalized and isinstance(kernel, FeatureKernel):
             kernel = replace(kernel, normalized=False)
         before = None
@@ -213,7 +221,6 @@ def attend(
             log_scale = None if state.log_scale is None else state.log_scale.reshape(layout.rows, -1)
             values, poison = state.sums.reshape(layout.rows, *state.sums.shape[-2:]), state.poison.reshape(layout.rows)
             before = Sums(values, poison, log_scale, run)
-        form, sizes = choose_form(method, layout, is_causal, stateful, before is not None, form, chunk)
         output, sums = run_form(form, sizes, kernel, q, k, v, keep, runs, before, is_causal, return_state)
         output = layout.unfold_query(output).to(dtype)
     resumable = None

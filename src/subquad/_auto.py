@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from subquad._methods import Approximation, Named
     from subquad._sample import Call
 
-MARGIN = 2.0  # What was not sampled may be so much worse than what was.
 SIGMAS = 3.0  # standard errors that a sum over sampled rows may be off by
 GAIN = 0.8  # An approximation must be expected to take at most this share of exact attention's time.
 # What a product of ours costs against one of torch's attention, where the machine has not been calibrated.
@@ -111,7 +110,7 @@ def _exact(reason: str) -> Choice:
 
 def _chosen(call: "Call", training: bool, auto: Auto) -> Choice:
     from subquad._plan import describe
-    from subquad._sample import exact_rows, method_rows, pick_rows
+    from subquad._sample import MARGIN, exact_rows, method_rows, pick_rows
 
     shape = _shape(call, training)
     if 0 in (shape.batch, shape.key_heads, shape.query_length, shape.key_length, shape.head_dim, shape.value_dim):

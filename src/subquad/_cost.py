@@ -1,37 +1,25 @@
 """What a call costs, before it is made: work, memory, parameters, and the length from which another method is cheaper.
 
-    flops = 2 b [ g pairs (x + y) + g read r y + absorbed r (e + 1) + tokens p ]
+Work is counted in `_work`, memory in `_memory`; exact attention, which is torch's own, is counted here.
 
-    pairs      queries and keys that meet    x = d where weights come from logits, else r
-    read       queries that read sums        y = e + 1, the values and their normaliser; e for Separable, which has r
-    absorbed   keys that join sums           p = multiplications of the map itself: projections, or a user's layers
-
-Every form is these three counts: dense has pairs alone, linear reads and absorbs alone, chunked has all three. With
-training each product counts four times: the forward, the same again in the backward, and the gradients of both factors.
-
-Memory is the result, and what the form holds at its widest moment: each moment below is a line of the form's code.
-
-Axes: b batch and key heads, g query heads per key head, n queries, m keys, d width, e value width, r features,
-c tokens of a chunk, t query tokens of a wave (b g wave), u its key tokens (b wave).
+Axes: b batch and key heads, n queries, m keys, d width, e value width, r features.
 """
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from math import comb
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from subquad._attention import Sizes, choose_form
 from subquad._auto import Auto
-from subquad._features import Exact, FeatureMap, Linear, RandomFeatures, Taylor
-from subquad._forms import _sizes
+from subquad._features import Exact
 from subquad._layout import Layout
-from subquad._methods import Approximation, Method, resolve
-from subquad._separable import Separable
+from subquad._memory import peak_bytes
+from subquad._methods import Method, resolve
+from subquad._work import FormCall, elements, seen_pairs, traits_of
 
 FORMS = ("exact", "dense", "linear", "chunked", "step")
 
@@ -113,16 +101,16 @@ def cost(
         name, sizes = choose_form(method, layout, is_causal, False, False, wanted, None)
         name = "linear" if name == "chunked" and not is_causal else name
     assert name is not None
-    call = _Call(layout, sizes, _traits(method, head_dim, training), is_causal, training, name)
+    call = FormCall(layout, sizes, traits_of(method, head_dim, training), is_causal, training, name)
     number, wide = dtype.itemsize, torch.promote_types(dtype, torch.float32).itemsize
     work, made = call.work(), call.made()
-    inputs, outputs = _elements(layout)
+    inputs, outputs = elements(layout)
     # The backward makes everything again, and a gradient of everything; it reads the inputs and the result's gradient.
     moved = (2 * inputs + 2 * outputs + inputs, 6 * made) if training else (inputs + outputs, 2 * made)
     return Cost(
         flops=call.flops(work),
         bytes_moved=number * moved[0] + wide * moved[1],
-        peak_bytes=_peak(call, number, wide),
+        peak_bytes=peak_bytes(call, number, wide),
         state_bytes=wide * call.sums,
         parameters=_parameters(method),
         form=name,
@@ -164,7 +152,7 @@ def crossover(
         found = cost(method, query_length=n, **shape)
         return found.flops if by == "flops" else found.peak_bytes
 
-    return _crossover(partial(price, resolve(a)), partial(price, resolve(b)), longest)
+    return find_crossover(partial(price, resolve(a)), partial(price, resolve(b)), longest)
 
 
 def multihead_cost(
@@ -206,193 +194,13 @@ def multihead_cost(
     )
 
 
-# --- Work -------------------------------------------------------------------------------------------------------------
-
-
-class _Traits(NamedTuple):
-    """What a method asks of the forms."""
-
-    size: int  # r
-    project: int = 0  # multiplications of the map for a token
-    project_times: int = 1  # how often they count: the matrix of random projections has no gradient
-    from_logits: bool = False  # whether pairs need no features
-    constant: bool = False  # whether the features depend on the input at all
-    scales: int = 0  # log-scales of a head's sums
-    separable: bool = False
-    own: bool = False  # a user's map, made once before the form
-    divides: bool = True  # whether a row is divided by its normaliser
-    # Memory. Elements of a token: while its features are made, of the features, kept for the backward, of gradients.
-    making: int = 0
-    result: int = 0
-    kept: int = 0
-    gradient: int = 0
-    # Tensors as large as the weights: while they are made, kept for the backward, of gradients.
-    pairs: tuple[int, int, int] = (1, 1, 1)
-
-
-def _traits(method: Approximation, d: int, training: bool) -> _Traits:
-    r = method.size(d)
-    if isinstance(method, Taylor):
-        p, constant = method.degree, method.degree == 0
-        if method.basis == "diagonal":  # Weights of the features make another copy, and so do derivatives of powers.
-            return _Traits(r, constant=constant, making=2 * r, result=r, kept=r, gradient=3 * r)
-        # Products of each degree, then all of them side by side; those of degree p - 1 once more, from p = 3 on.
-        before = comb(d + p - 2, p - 1) if p > 2 else 0
-        # Horner's rule has the logits, the last result and the next one.
-        pairs = (3, p + 1, 4) if p > 1 else (2, 1, 1)
-        return _Traits(r, from_logits=True, constant=constant, making=(2 if p > 1 else 1) * r + before, result=r,
-                       kept=r + before, gradient=r, pairs=pairs)  # fmt: skip
-    if isinstance(method, RandomFeatures):
-        # Cosine and sine both keep what they were taken of.
-        half = r // 2 if method.kind == "trigonometric" else 0
-        return _Traits(r, method.rows * d, 3 if training else 1, scales=1, making=2 * r + half, result=r, kept=r + half,
-                       gradient=2 * r + 2 * half)  # fmt: skip
-    if isinstance(method, Linear):
-        if method.activation == "identity":
-            return _Traits(r, from_logits=True, divides=False, gradient=r)
-        return _Traits(r, making=2 * r if method.activation == "elu" else r, result=r, kept=r, gradient=2 * r)
-    if isinstance(method, Separable):  # The exponents are the keys themselves.
-        return _Traits(r, scales=r, separable=True, divides=False, making=r, kept=r, gradient=2 * r)
-    multiplications, scaled = _count_map(method, d)
-    # Its layers run outside the forms, and are not run again: a product and the gradients of its factors.
-    return _Traits(r, multiplications, 3 if training else 1, scales=int(scaled), own=True)
-
-
-def _count_map(method: FeatureMap, d: int) -> tuple[int, bool]:
-    """The multiplications of a user's map for one token, and whether it has a log-scale."""
-    from torch.utils.flop_counter import FlopCounterMode
-
-    weight = next(method.parameters(), None) if isinstance(method, nn.Module) else None
-    x = torch.zeros(1, 1, d) if weight is None else weight.new_zeros(1, 1, d)
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        result = method(x, is_query=False)
-    return counter.get_total_flops() // 2, isinstance(result, tuple)
-
-
-class _Work(NamedTuple):
-    """What a form does for one key head, and for each query head of its group."""
-
-    pairs: int  # of queries and keys that meet
-    read: int  # queries that read sums
-    absorbed: int  # keys that join sums
-
-
-@dataclass(frozen=True)
-class _Call:
-    """One call in one form."""
-
-    layout: Layout
-    sizes: Sizes
-    traits: _Traits
-    is_causal: bool
-    training: bool
-    form: str
-
-    @property
-    def b(self) -> int:
-        return self.layout.rows
-
-    @property
-    def r(self) -> int:
-        return self.traits.size
-
-    @property
-    def sums(self) -> int:
-        """Elements of a state: the sums, and for each head its poison and log-scales."""
-        return self.b * (self.r * (self.layout.value_width + 1) + 1 + self.traits.scales)
-
-    @property
-    def both(self) -> int:
-        """The tokens that are chunked where a causal call has more queries than keys, or fewer."""
-        return min(self.layout.queries, self.layout.keys)
-
-    def work(self) -> _Work:
-        n, m = self.layout.queries, self.layout.keys
-        if n * m == 0:
-            return _Work(0, 0, 0)
-        if self.form == "dense":
-            return _Work(_seen(n, m, self.sizes.rows) if self.is_causal else n * m, 0, 0)
-        if self.form == "step":
-            return _Work(0, 1, 0 if self.advances else 1)
-        if not self.is_causal:
-            return _Work(0, n, m)
-        work = self._chunked(self.both, want_sums=n > m)
-        return work._replace(read=work.read + n - self.both)
-
-    def _chunked(self, n: int, want_sums: bool) -> _Work:
-        pairs = read = absorbed = 0
-        units = Counter(_sizes(n, self.sizes.chunk, self.sizes.unit))  # Of at most three different sizes.
-        alone = units.total() == 1
-        for unit, times in units.items():
-            waves = _sizes(unit, self.sizes.chunk, self.sizes.wave)
-            for i, wave in enumerate(waves):
-                count = max(1, wave // self.sizes.chunk)
-                pairs += times * count * _pairs_of_chunk(wave // count, self.traits.separable)
-                if not alone or i or count > 1:  # Before the first chunk there are no sums,
-                    read += times * wave
-                if not alone or want_sums or i + 1 < len(waves) or count > 1:  # and those of the last one nobody reads.
-                    absorbed += times * wave
-        return _Work(pairs, read, absorbed)
-
-    @property
-    def advances(self) -> bool:
-        """Whether a step takes the quick way, which adds its key without a product of matrices."""
-        d = self.r + self.traits.scales if self.traits.own else self.layout.width
-        return (
-            not self.traits.separable and d == self.layout.value_width and not (self.traits.own and self.traits.scales)
-        )
-
-    def flops(self, work: _Work) -> int:
-        g, e, r, traits = self.layout.group, self.layout.value_width, self.r, self.traits
-        x, y = (self.layout.width if traits.from_logits else r), e if traits.separable else e + 1
-        again = self.form != "step"  # A step keeps what it made; the others make it again.
-        full = 1 if not self.training else 3 + again
-        met, weighed, summed, mapped = full, full, full, traits.project_times
-        if self.training and traits.constant:  # No gradient flows to features that are always 1.
-            summed = full - 1
-            # Features are an input of the dense form, which knows nothing of where they came from.
-            met, weighed = (full - 1, full) if self.form == "dense" and not traits.from_logits else (full - 2, full - 1)
-        products = g * work.pairs * (x * met + y * weighed) + (g * work.read * y + work.absorbed * (e + 1)) * r * summed
-        keys = self.both if self.form == "chunked" and not traits.own else self.layout.keys
-        if self.layout.queries * self.layout.keys == 0 and not traits.own:
-            return 0
-        # Keys of the dense form, and everything of a step, are mapped once; the others again in the backward.
-        repeated = self.training and not traits.own
-        of_keys = mapped - (repeated and self.form in ("dense", "step"))
-        of_queries = mapped - (repeated and self.form == "step")
-        products += traits.project * (g * self.layout.queries * of_queries + keys * of_keys)
-        return 2 * self.b * products
-
-    def made(self) -> int:
-        """Elements of the features, weights and sums that are made."""
-        work, traits, g = self.work(), self.traits, self.layout.group
-        mapped = g * (self.layout.queries if not traits.from_logits else work.read)
-        mapped += self.layout.keys if not traits.from_logits else work.absorbed
-        sums = -(-work.absorbed // (self.sizes.chunk if self.form == "chunked" else max(1, work.absorbed)))
-        return self.b * (g * work.pairs + mapped * self.r + sums * self.r * (self.layout.value_width + 1))
-
-
-def _pairs_of_chunk(length: int, separable: bool) -> int:
-    if not separable:
-        return length * length
-    size = 1 << (length - 1).bit_length()  # It halves its chunks: each later half meets the earlier one.
-    return size * (size - 1) // 2
-
-
-def _seen(n: int, m: int, block: int) -> int:
-    """The pairs of causal attention where rows come in blocks, each against the keys up to its end."""
-    whole = n // block
-    growing = min(whole, m // block)  # blocks that end before the keys do
-    return block**2 * growing * (growing + 1) // 2 + (whole - growing) * block * m + n % block * min(n, m)
-
-
 def _exact(layout: Layout, is_causal: bool, training: bool, step: bool, dtype: torch.dtype) -> Cost:
     n, m, d, e = layout.queries, layout.keys, layout.width, layout.value_width
     b, heads = layout.rows, layout.rows * layout.group
-    pairs = heads * (_seen(n, m, 1) if is_causal and not step else n * m)
+    pairs = heads * (seen_pairs(n, m, 1) if is_causal and not step else n * m)
     # The backward makes the logits again, then the gradients of both factors of both products.
     flops = 2 * pairs * (4 * d + 3 * e if training else d + e)
-    inputs, outputs = _elements(layout)
+    inputs, outputs = elements(layout)
     fused = d == e  # Else torch has no kernel that goes without the matrix of weights.
     number, wide = dtype.itemsize, torch.promote_types(dtype, torch.float32).itemsize
     made = 0 if fused else heads * n * m
@@ -409,12 +217,6 @@ def _exact(layout: Layout, is_causal: bool, training: bool, step: bool, dtype: t
     state = number * b * m * (d + e)
     return Cost(flops, moved, peak + (state if step else 0), state, 0, "step" if step else "exact",
                 _order("exact", layout))  # fmt: skip
-
-
-def _elements(layout: Layout) -> tuple[int, int]:
-    """Of q, k and v; and of the result."""
-    n, m, d, e, b = layout.queries, layout.keys, layout.width, layout.value_width, layout.rows
-    return b * (layout.group * n * d + m * (d + e)), b * layout.group * n * e
 
 
 def _parameters(method: object) -> int:
@@ -435,174 +237,10 @@ def _order(form: str, layout: Layout, r: int = 0, sizes: Sizes | None = None, tr
     return f"time O({time}), memory O({memory}): {letters}"
 
 
-# --- Memory -----------------------------------------------------------------------------------------------------------
-
-
-def _peak(call: _Call, number: int, wide: int) -> int:
-    """The widest of the moments of a call, in bytes. The result and the gradients have the dtype of the inputs."""
-    layout = call.layout
-    inputs, outputs = _elements(layout)
-    if call.both == 0:
-        return number * (outputs + (inputs if call.training else 0))
-    rows = min(call.b, call.sizes.batch)  # A few heads at a time, whose results are joined in the end.
-    slices = -(-call.b // rows)
-    moments = {"dense": _dense, "linear": _linear, "chunked": _chunked, "step": _step}[call.form](call, rows)
-    own = call.b * call.r * (layout.group * layout.queries + layout.keys) if call.traits.own else 0
-    pieces = outputs if moments.joined or slices > 1 else 0
-    forward = max(wide * (own + moments.states + moments.forward), number * pieces)
-    if not call.training:
-        return number * outputs + forward
-    kept, done = slices * moments.kept, (slices - 1) * inputs // slices + moments.done
-    largest = max(call.b * x for x in (layout.group * layout.queries * layout.width, layout.keys * layout.width,
-                                       layout.keys * layout.value_width))  # fmt: skip
-    return number * outputs + max(
-        forward + wide * (kept - moments.states),
-        number * done + wide * (own + kept + moments.backward),
-        number * (inputs + (largest if moments.joined or slices > 1 else 0)),  # Pieces of gradients are joined as well.
-    )
-
-
-class _Moments(NamedTuple):
-    """Elements held by a form, besides the result."""
-
-    joined: bool  # whether results and gradients come in pieces, and so are held twice while they are joined
-    states: int  # that `scanned` collects in the forward, and then puts side by side
-    kept: int  # between forward and backward
-    forward: int  # the widest moment of the forward
-    done: int  # gradients that are finished at the widest moment of the backward,
-    backward: int  # and what else there is then
-
-
-def _dense(call: _Call, b: int) -> _Moments:
-    g, n, m, d, e = _letters(call)
-    traits, s = call.traits, min(n, call.sizes.rows)
-    t, width = b * g * s, min(n, m) if call.is_causal else m
-    features = 0 if traits.from_logits else traits.result
-    keys = b * m * (d + e + 1 + features)
-    rows = t * (d + features + e + 1)
-    made, kept, gradients = _pairs(call, b, s, width, tracked=True)
-    # Keys before they were cleaned are kept for the derivative of that.
-    graph = keys + b * m * (d + (0 if traits.from_logits else traits.kept - features))
-    # The gradients of features, or keys, and of values: their sums so far, and of the latter those of this block. In
-    # the causal form the first block of the backward is the widest; in the other the last, when the queries are done.
-    of_keys = b * m * ((features or d) + 2 * (e + 1))
-    return _Moments(
-        joined=n > s,
-        states=0,
-        kept=graph,
-        forward=max(b * m * (2 * d + 2 * e + 1), (0 if call.training else keys) + rows + made),
-        done=0 if call.is_causal else b * g * n * d,
-        backward=of_keys + 2 * rows + kept + gradients,
-    )
-
-
-def _linear(call: _Call, b: int) -> _Moments:
-    g, n, m, d, e = _letters(call)
-    traits, w, sums = call.traits, call.sizes.wave, call.sums // call.b * b
-    t, u, blocks = b * g * min(w, n), b * min(w, m), -(-m // w)
-    # Keys ready, with the cleaned values still beside those that carry a column of ones; there is no result yet.
-    absorb = u * (d + 2 * e + 1 + max(traits.making, traits.result)) + 2 * sums - b * g * n * e
-    # The last block is cleaned (scaled, times 0, cleaned) and mapped before there is its part of the result.
-    read = sums + t * max(3 * d - e, d + traits.making - e, d + traits.result + e + 1)
-    divide = t * (4 * e + 3 if traits.divides else e)  # The gradients of quotient, numerator and denominator.
-    read_again = t * (2 * d + traits.kept + e) + max(divide, t * traits.gradient + 3 * sums)
-    absorb_again = u * (2 * d + 3 * e + 2 + traits.kept + traits.gradient) + 3 * sums
-    return _Moments(
-        joined=n > w,
-        states=0,
-        kept=blocks * sums,  # Every block keeps the sums before it, and gives them back once it is done.
-        forward=max(absorb, read),
-        done=b * g * n * d,
-        backward=max(read_again, absorb_again, (b * m - u) * (d + e) + absorb_again - blocks * sums),
-    )
-
-
-def _chunked(call: _Call, b: int) -> _Moments:
-    g, n, m, d, e = _letters(call)
-    traits, sums, sizes = call.traits, call.sums // call.b * b, call.sizes
-    units = _sizes(call.both, sizes.chunk, sizes.unit)
-    waves = _sizes(units[0], sizes.chunk, sizes.wave)
-    w, c, scan = waves[0], min(sizes.chunk, waves[0]), len(units) > 1
-    t, u, prefixes, scaled = b * g * w, b * w, w // c * sums, scan and traits.scales > 0
-    unit = units[0]
-    tokens, own = b * g * unit, b * unit  # of queries and of keys in a unit
-    states = len(units) * sums if scan else 0
-    copies = t * d + u * (d + e) if w > c and (g > 1 or (b > 1 and w < n)) else 0  # Chunks become batches.
-    if traits.separable:
-        forward, backward = _halving(b, g, w, c, d, e, unit, scan)
-        forward, backward = forward + prefixes, backward + (3 if scan else 2) * (unit // w) * prefixes
-    else:
-        keys = u * (d + e + 1 + traits.result)
-        made, kept, gradients = _pairs(call, b, w, c, tracked=scan)
-        # Sums of each chunk, merged in turn, and side by side; beside them those before the chunks of the last wave.
-        merge = keys + (3 + (len(waves) > 1)) * prefixes - (0 if scan else b * g * n * e)
-        # Features of queries come before the pairs, or after them; then the values of pairs, of sums, and of both.
-        if traits.from_logits:
-            meet = max(made, t * (c + e + 1 + traits.making))
-        else:
-            meet = max(t * traits.making, t * traits.result + made)
-        meet = max(meet, t * (c + traits.result + 3 * (e + 1)))
-        forward = max(merge, keys + prefixes + t * d + meet)
-        # A unit with history: tokens before and after cleaning, features, values and outputs, sums, and pairs.
-        backward = tokens * (2 * d + traits.kept + e + (e + 1) * (1 + scaled)) + unit // c * sums * (1 + 2 * scaled)
-        backward += own * (2 * d + 2 * e + 1 + traits.kept) + kept * unit // w
-        of_pairs = (t + u) * d if traits.from_logits else u * traits.result
-        backward += max(2 * t * (e + 1), t * traits.gradient + of_pairs + prefixes + 4 * sums, gradients)
-    # While a unit is computed, the result, or the gradients, of the one before it are still held.
-    if scan:
-        forward = max(forward + tokens * e * (1 + (len(waves) > 1)), states)
-    done = b * (g * (n + unit) * d + (m + unit) * (d + e)) if scan else 0
-    return _Moments(not scan and len(waves) > 1, states, states, copies + forward, done, copies + backward)
-
-
-def _halving(b: int, g: int, w: int, c: int, d: int, e: int, unit: int, scan: bool) -> tuple[int, int]:
-    """Separable's chunks, in forward and backward, besides their sums: the tensors of `meet_chunk`, counted."""
-    t, u, levels, shared = b * g * w, b * w, (c - 1).bit_length(), int(g > 1)
-    # Of queries: cleaned, padded, shared out, and half of them asking. Of values: joined, halves, and those before.
-    forward = t * (7 * d // 2 + 3 * e + c // 4) + u * ((8 + levels) * d + 2 * e)
-    # Each level of halving keeps half the queries, exponentials and factors; a product repeats the keys of a group.
-    tokens, own = b * g * unit, b * unit
-    kept = tokens * (4 * d + 3 * e) + own * (8 * d + 2 * e)
-    kept += levels * (tokens * (d + shared * (d + e)) + (3 if scan else 2) * own * d) // 2
-    # With a state before it, derivatives go through the largest exponent too.
-    gradients = t * (2 * d + e) + u * (4 if scan else 3) * d + levels * (2 if scan else 1) * u * d // 2
-    return forward, kept + gradients
-
-
-def _step(call: _Call, b: int) -> _Moments:
-    g, _, _, d, _ = _letters(call)
-    sums, traits = call.sums // call.b * b, call.traits
-    tokens = b * (1 + g) * (2 * d + max(traits.making, traits.result))
-    return _Moments(False, 0, tokens + sums, tokens + sums * (1 if call.advances else 3), 0, tokens + 2 * sums)
-
-
-def _pairs(call: _Call, b: int, rows: int, width: int, tracked: bool) -> tuple[int, int, int]:
-    """Elements of the weights of some rows: while they are made, kept for the backward, and of their gradients.
-
-    tracked: whether log-scales are inputs, whose gradients are asked for.
-    """
-    g, (made, kept, gradients) = call.layout.group, call.traits.pairs
-    factors, pairs = b * rows * width, b * g * rows * width
-    if call.traits.scales:  # Each weight has a factor exp(c_j - top_i), the same for all queries of a group.
-        made = 2 * pairs + factors
-        if tracked:
-            return made, 2 * (pairs + factors), 3 * pairs + (factors if g > 1 else 0)
-        return made, pairs + factors, 2 * pairs
-    hidden = 1 + call.is_causal  # Hiding makes a copy, whose gradient is one more.
-    return max(made, hidden) * pairs, kept * pairs, max(gradients, hidden) * pairs
-
-
-def _letters(call: _Call) -> tuple[int, int, int, int, int]:
-    """g, n, m, d, e; a user's features are what the forms take for queries and keys."""
-    layout = call.layout
-    width = call.r + call.traits.scales if call.traits.own else layout.width
-    return layout.group, layout.queries, layout.keys, width, layout.value_width
-
-
 # --- Crossover --------------------------------------------------------------------------------------------------------
 
 
-def _crossover(price_a: Callable[[int], float], price_b: Callable[[int], float], longest: int) -> int | None:
+def find_crossover(price_a: Callable[[int], float], price_b: Callable[[int], float], longest: int) -> int | None:
     """The smallest length from which on, up to `longest`, b costs less than a.
 
     Prices change their form with the length, and have teeth where a chunk or a wave is not full. So it is the last

@@ -57,8 +57,13 @@ def shifted(method: Approximation, key: Tensor, heads: int) -> Tensor:
     return key - (vector if vector.dim() == 1 else vector[:, None])
 
 
-def kernel_of(method: Approximation, q: Tensor, k: Tensor, scale: float) -> tuple[Kernel, Tensor, Tensor]:
-    """What the forms need to know of a method, and the queries and keys that go with it."""
+def kernel_of(
+    method: Approximation, q: Tensor, k: Tensor, scale: float, pairs_alone: bool = False
+) -> tuple[Kernel, Tensor, Tensor]:
+    """What the forms need to know of a method, and the queries and keys that go with it.
+
+    pairs_alone: tokens meet pair by pair and there are no sums, so that Taylor needs no table of its features.
+    """
     root = sqrt(abs(scale))
     roots = (copysign(root, scale), root)
     if isinstance(method, Separable):
@@ -66,8 +71,8 @@ def kernel_of(method: Approximation, q: Tensor, k: Tensor, scale: float) -> tupl
     size = method.size(q.shape[-1])
     features: Callable[[Tensor, bool, Any], tuple[Tensor, Tensor | None]]
     if isinstance(method, Taylor):
-        weights = method.weights(widen(q[:0]))
         series = method.series if method.basis == "symmetric" else None
+        weights = None if pairs_alone and series is not None else method.weights(widen(q[:0]))
         features = lambda x, *_: (method.monomials(x), None)
         return FeatureKernel(roots, weights, features, of_logits=series, weighted=True, size=size), q, k
     if isinstance(method, Linear):

@@ -14,14 +14,13 @@ import torch
 from torch import Tensor
 
 from subquad._calibration import Calibration, Progress, Shape, calibration, form_of
-from subquad._cost import _crossover, cost
+from subquad._cost import cost, find_crossover
 from subquad._error import Error, LogitRange, as_range, check_max_error, error, needed_degree, needed_features
 from subquad._features import Exact, Linear, RandomFeatures, Taylor
 from subquad._methods import Approximation, Named
-from subquad._sample import Call, exact_rows, method_rows, pick_rows, relative
+from subquad._sample import MARGIN, Call, exact_rows, method_rows, pick_rows, relative
 from subquad._separable import Separable
 
-MARGIN = 1.5  # What was not sampled may be so much worse than what was.
 MOST_FEATURES = 1 << 14  # of a candidate
 COUNTS, REFERENCE = [1 << power for power in range(4, 14)], 256  # of random features; the second one is measured
 ROWS = 64  # of each head of a sample
@@ -211,19 +210,14 @@ def _candidates(
 ) -> Iterator[Candidate]:
     """The method in each of its forms."""
     acceptable = found.is_within(max_error / (MARGIN if found.known_by == "sample" else 1.0))
-    sizes = dict(
-        query_length=shape.query_length, key_length=shape.key_length, head_dim=shape.head_dim,
-        value_dim=shape.value_dim, heads=shape.heads, key_heads=shape.key_heads, batch=shape.batch,
-        is_causal=shape.is_causal, training=shape.training, dtype=dtype,
-    )  # fmt: skip
     if isinstance(method, Exact):
-        peak = cost(method, **sizes).peak_bytes  # type: ignore[arg-type]
+        peak = cost(method, **vars(shape), dtype=dtype).peak_bytes
         yield Candidate(method, "exact", machine.seconds(method, shape), peak, found, True, acceptable)
         return
     chosen = form_of(method, shape)
     for form in ("chunked",) if isinstance(method, Separable) else ("dense", "chunked"):
         name = "linear" if form == "chunked" and not shape.is_causal else form
-        peak = cost(method, **sizes, form=name).peak_bytes  # type: ignore[arg-type]
+        peak = cost(method, **vars(shape), form=name, dtype=dtype).peak_bytes
         seconds = machine.seconds(method, shape, form)
         yield Candidate(method, name, seconds, peak, found, form == chosen, acceptable)
 
@@ -346,7 +340,7 @@ def _from(exact: Named, other: Named, shape: Shape, machine: Calibration) -> int
     def price(method: Named) -> Callable[[int], float]:
         return lambda n: machine.seconds(method, replace(shape, query_length=n, key_length=n))
 
-    return rounded(_crossover(price(exact), price(other), LONGEST))
+    return rounded(find_crossover(price(exact), price(other), LONGEST))
 
 
 def rounded(length: int | None) -> int | None:

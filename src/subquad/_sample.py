@@ -29,6 +29,7 @@ from subquad._methods import Approximation, Method, kernel_of, resolve, shifted
 from subquad._separable import Separable
 
 PAIRS = 1 << 22  # weights that are made at once
+MARGIN = 2.0  # What was not sampled may be so much worse than what was.
 LOUD = 16  # keys of the largest norms that every row is held against
 
 
@@ -204,7 +205,7 @@ def method_rows(method: Approximation, call: Call, picked: Picked) -> Tensor:
     for block in blocks(call, picked, wide):
         keys, values = (x[block.heads].repeat_interleave(g, 0) for x in (k, v))
         keep = None if call.keep is None else call.keep[block.heads].repeat_interleave(g, 0)
-        kernel, q, keys = kernel_of(method, block.q[:, None], keys, call.scale)
+        kernel, q, keys = kernel_of(method, block.q[:, None], keys, call.scale, pairs_alone=True)
         ready = ready_keys(kernel, keys, values, keep, None, mapped=not kernel.from_logits)
         rows = kernel.meet(ready_queries(kernel, q), ready, View(False, seen=block.seen), ())
         output[block.heads, :, block.rows] = rows[:, 0].double().unflatten(0, (-1, g))

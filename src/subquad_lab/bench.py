@@ -8,15 +8,13 @@ machine does then hurts all of them alike.
 """
 
 import io
-import itertools
 import json
 import math
 import os
 import platform
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -32,7 +30,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import subquad
 from subquad_lab import UsageError
 from subquad_lab.demo import plain, positive
-from subquad_lab.measure import Request, call, normal_inputs
+from subquad_lab.measure import Request, call, in_turn, normal_inputs
 from subquad_lab.methods import parse_method
 
 BASE = "torch"  # its scaled_dot_product_attention
@@ -45,7 +43,6 @@ ROUNDS = 5
 SHORTEST, LONGEST = 1, 30  # seconds at a length: rounds go on for the first at least, and none begins after the second
 PRODUCT = 2048  # rows and columns of the matrices of the peak
 HEAP = 2  # The C library's heap can take so many times what a call holds.
-TABLE = 64  # bytes of a feature: Taylor makes a table of its weights in every form, which `cost` does not count
 
 
 @dataclass(frozen=True)
@@ -141,10 +138,8 @@ def compare(named: dict[str, Any], length: int, case: Case) -> tuple[list[Row], 
     for name, method in named.items():
         attends[name] = partial(subquad.attention, is_causal=case.causal, method=method)
     matrix = torch.ones(PRODUCT, PRODUCT)
-    best = in_turn(
-        {"product": lambda: matrix @ matrix}
-        | {name: partial(call, attend, inputs, case.backward) for name, attend in attends.items()}
-    )
+    calls = {name: partial(call, attend, inputs, case.backward) for name, attend in attends.items()}
+    best = in_turn({"product": lambda: matrix @ matrix, **calls}, ROUNDS, SHORTEST, LONGEST)
     product = 2 * PRODUCT**3 / best.pop("product")
     rows = []
     for name, seconds in best.items():
@@ -158,29 +153,13 @@ def predicted(method: Any, length: int, case: Case) -> Any:
                         training=case.backward)  # fmt: skip
 
 
-def in_turn(calls: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """The best time of each call, all of them called once per round."""
-    best = dict.fromkeys(calls, math.inf)
-    begin = time.perf_counter()
-    for finished in itertools.count():
-        spent = time.perf_counter() - begin
-        if finished and (spent > LONGEST or (finished >= ROUNDS and spent > SHORTEST)):
-            break
-        for name, function in calls.items():
-            start = time.perf_counter()
-            function()
-            best[name] = min(best[name], time.perf_counter() - start)
-    return best
-
-
 def refuse_more_than_fits(named: dict[str, Any], sizes: list[int], case: Case) -> None:
     """Before the system ends this process, or another one."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     length = sizes[-1]
     inputs = 3 * 4 * case.heads * length * case.head_dim
     for name, method in {BASE: subquad.Exact(), **named}.items():
-        features = 0 if isinstance(method, subquad.Exact) else method.size(case.head_dim)
-        needed = inputs + TABLE * features
+        needed = inputs
         if needed <= memory:  # Else the prediction itself could take long.
             needed += HEAP * predicted(method, length, case).peak_bytes
         if needed > memory:

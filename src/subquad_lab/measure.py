@@ -7,6 +7,7 @@ input, the answer as JSON on the standard output), since memory that an earlier 
 what the next one needs. Attention is causal, in float32, on normal inputs from a fixed seed.
 """
 
+import itertools
 import json
 import math
 import subprocess
@@ -110,6 +111,24 @@ def best_seconds(call: Callable[[], object], repeats: int, at_least: float = 0.5
         call()
         seconds = time.perf_counter() - start
         best, total, count = min(best, seconds), total + seconds, count + 1
+    return best
+
+
+def in_turn(calls: dict[str, Callable[[], object]], rounds: int, at_least: float, at_most: float) -> dict[str, float]:
+    """The best time of each call, all of them called once per round, so that a disturbance meets all alike.
+
+    Rounds go on for `at_least` seconds, and none begins after `at_most`.
+    """
+    best = dict.fromkeys(calls, math.inf)
+    begin = time.perf_counter()
+    for finished in itertools.count():
+        spent = time.perf_counter() - begin
+        if finished and (spent > at_most or (finished >= rounds and spent > at_least)):
+            break
+        for name, function in calls.items():
+            start = time.perf_counter()
+            function()
+            best[name] = min(best[name], time.perf_counter() - start)
     return best
 
 

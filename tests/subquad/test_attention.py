@@ -359,39 +359,6 @@ def test_exact_with_a_state_refuses_a_mask_of_pairs() -> None:
         attention(Q, K, V, torch.ones(6, 7).tril().bool(), state=state)
 
 
-def decoded(made_by, **changes) -> torch.Tensor:
-    """One token after three, values as wide as keys."""
-    q, k, v = (x.clone() for x in draw((2, 2, 4, 4), (2, 2, 4, 4), (2, 2, 4, 4)))
-    _, state = attention(q[:, :, :3], k[:, :, :3], v[:, :, :3], is_causal=True, method=made_by, return_state=True)
-    token = dict(query=q[:, :, 3:], key=k[:, :, 3:], value=v[:, :, 3:], method=made_by)
-    return attention(**token | changes, is_causal=True, state=state, return_state=True)[0]
-
-
-def test_a_token_that_does_not_fit_its_state_is_refused() -> None:
-    token = draw((2, 2, 1, 4))[0]
-    for change, message in (
-        (dict(method=Taylor(0)), "state: expected one made by Taylor"),
-        (dict(method=RandomFeatures(8, seed=1)), "state: expected one made by Random"),
-        (dict(query=token[:1], key=token[:1], value=token[:1]), "state: expected"),
-        (dict(value=token[..., :2]), "state: expected"),
-        (dict(query=token.double(), key=token.double(), value=token.double()), "state: expected"),
-        (dict(value=token.double()), "value: expected torch.float32"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            decoded(RandomFeatures(8), **change)
-
-
-@pytest.mark.parametrize("name", ["taylor2", "positive", "elu", "user"])
-def test_a_hidden_token_adds_nothing_to_the_state(name) -> None:
-    q, k, v = draw((2, 2, 4, 4), (2, 2, 4, 4), (2, 2, 4, 4), dtype=torch.float64)
-    keep = torch.tensor([[True, True, True, False], [True] * 4])
-    whole = attention(q, k, v, is_causal=True, method=METHODS[name], key_padding_mask=keep)
-    _, state = attention(q[:, :, :3], k[:, :, :3], v[:, :, :3], is_causal=True, method=METHODS[name], return_state=True)
-    last = attention(q[:, :, 3:], k[:, :, 3:], v[:, :, 3:], is_causal=True, method=METHODS[name], state=state,
-                     key_padding_mask=keep[:, 3:])  # fmt: skip
-    torch.testing.assert_close(last, whole[:, :, 3:])
-
-
 def test_loud_keys_of_the_future_leave_gradients_of_the_past_finite() -> None:
     """exp(log-scale of the future - that of the past) overflows, and 0 * inf would be NaN."""
     q, k, v = draw((1, 1, 40, 4), (1, 1, 40, 4), (1, 1, 40, 4))
@@ -414,3 +381,20 @@ def test_a_method_needs_all_members_of_a_map() -> None:
 
     with pytest.raises(TypeError, match="method: expected a name, a method such as"):
         attention(Q, K, V, method=Half())
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    (dict(key=None), "key: expected a tensor, got NoneType"),
+    (dict(query=[1.0]), "query: expected a tensor, got list"),
+    (dict(value=V.numpy()), "value: expected a tensor, got ndarray"),
+    (dict(state="x"), "state: expected what attention.* returned, got str"),
+])  # fmt: skip
+def test_what_is_no_tensor_is_named(change, message) -> None:
+    with pytest.raises(TypeError, match=message):
+        attention(**dict(query=Q, key=K, value=V, method="taylor") | change)
+
+
+def test_a_high_degree_needs_no_table_where_tokens_meet_pair_by_pair() -> None:
+    """C(94, 30) features would not fit into any memory."""
+    q = torch.randn(1, 1, 8, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(attention(q, q, q, method=Taylor(30)), attention(q, q, q), rtol=1e-6, atol=1e-8)

@@ -216,8 +216,13 @@ def test_nonsense_is_refused(arguments, message) -> None:
 
 
 def test_a_method_named_by_hand_is_not_questioned(monkeypatch) -> None:
-    monkeypatch.setattr(module, "_chosen", lambda *_: pytest.fail("it was questioned"))
-    attention(*drawn(0, 20, 4, 100.0, "normal"), method="taylor")
+    questions = []
+    monkeypatch.setattr(module, "_chosen", lambda *arguments: questions.append(arguments) or module._exact("asked"))
+    inputs = drawn(0, 20, 4, 100.0, "normal")
+    attention(*inputs, method="taylor")
+    assert not questions
+    attention(*inputs, method="auto")
+    assert len(questions) == 1
 
 
 def test_it_works_where_the_machine_was_never_calibrated(monkeypatch, tmp_path) -> None:

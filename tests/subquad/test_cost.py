@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from subquad import Exact, Linear, MultiheadAttention, RandomFeatures, Separable, Taylor, attention
 from subquad._attention import attend, choose_form
-from subquad._cost import Cost, _crossover, cost, crossover, multihead_cost
+from subquad._cost import Cost, cost, crossover, find_crossover, multihead_cost
 from subquad._layout import check_shapes
 from subquad._methods import resolve
 from subquad_lab.measure import Request, measure
@@ -255,8 +255,8 @@ def test_crossover_is_not_fooled_by_teeth_and_islands() -> None:
         (lambda n: 1, lambda n: 1),
         (lambda n: n, lambda n: 700),
     ):
-        assert _crossover(a, b, 800) == last_failure(a, b, 800)
-    assert _crossover(lambda n: n, lambda n: 1 << 20, 1 << 24) == (1 << 20) + 1
+        assert find_crossover(a, b, 800) == last_failure(a, b, 800)
+    assert find_crossover(lambda n: n, lambda n: 1 << 20, 1 << 24) == (1 << 20) + 1
 
 
 def test_crossover_of_textbooks() -> None:

@@ -59,7 +59,7 @@ def test_a_sample_tells_more_than_a_range() -> None:
     assert found.method.key_shift is not None
     assert describe(found.method).endswith("keys centred")
     assert found.choice.error.known_by == "sample"
-    assert found.choice.error.relative * 1.5 <= 0.05
+    assert found.choice.error.relative * 2 <= 0.05
     methods = {type(c.method) for c in found.candidates}
     assert methods >= {Exact, Taylor, RandomFeatures, Separable}
     with pytest.raises(ValueError, match="query_length: expected a whole number >= 1, got 0"):
@@ -68,7 +68,7 @@ def test_a_sample_tells_more_than_a_range() -> None:
         plan(sample=(q / 0, k, v))
     hard = plan(sample=(q * 30, k, v), query_length=100_000)
     assert hard.method == Exact()
-    assert "no approximation keeps 0.05, with a margin of 1.5, on the sample; the nearest" in hard.reason
+    assert "no approximation keeps 0.05, with a margin of 2, on the sample; the nearest" in hard.reason
 
 
 def test_what_is_inferred_from_a_sample_is_measured_before_it_is_taken() -> None:

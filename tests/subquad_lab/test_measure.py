@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from subquad_lab.measure import MeasureError, Request, best_seconds, measure, peak_bytes, relative_error
+from subquad_lab.measure import MeasureError, Request, best_seconds, in_turn, measure, peak_bytes, relative_error
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -51,3 +51,16 @@ def test_relative_error_of_a_known_change():
     assert relative_error(exact, q, k, v) < 1e-6
     assert relative_error(1.25 * exact, q, k, v, rows=16) == pytest.approx(0.25, rel=1e-5)
     assert relative_error(torch.zeros_like(exact), q, k, v) == pytest.approx(1)
+
+
+def test_calls_take_turns():
+    called = []
+    best = in_turn({"a": lambda: called.append("a"), "b": lambda: called.append("b")}, rounds=3, at_least=0, at_most=1)
+    assert called == ["a", "b"] * 3
+    assert all(0 < seconds < 1 for seconds in best.values())
+
+
+def test_no_round_begins_after_the_time_is_up():
+    called = []
+    in_turn({"a": lambda: called.append(time.sleep(0.02))}, rounds=100, at_least=0, at_most=0.01)
+    assert len(called) == 1
