@@ -5,12 +5,16 @@
 First: for each width and method, the length from which on it is quicker than exact attention, predicted and measured.
 Then: for each length, width and range of logits, what `plan` chooses, against the quickest of all methods that keep the
 error, each measured. Attention is causal, forward, in float32.
+
+The machine is calibrated in turn with the measurements, because its speed changes by more than half within minutes:
+this checks the model of the costs, and not whether the machine still is as it was when it was calibrated.
 """
 
 import argparse
 import math
+import os
+import tempfile
 import time
-from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise, product
 
@@ -19,38 +23,40 @@ from results import machine, today, write_page
 from rich.progress import track
 
 import subquad
-from subquad import Exact, Linear, RandomFeatures, Separable, Taylor
-from subquad._calibration import calibration
+from subquad import Exact, Linear, Plan, RandomFeatures, Separable, Taylor
+from subquad._calibration import Calibration, _calibrate_into, _file, calibrate, fitted, grid, one_turn
+from subquad._calibration import machine as machine_of
+from subquad._methods import Approximation, Named
 from subquad._plan import describe, taylor
 from subquad_lab.measure import best_seconds
 
 WIDTHS, LENGTHS, RANGES = (16, 32, 64, 128), (256, 512, 1024, 2048, 4096, 8192), (0.1, 0.5, 1.5)
 METHODS = (taylor(1), Taylor(2), RandomFeatures(64), RandomFeatures(256), Linear("elu"), Separable())
 MOST = 2.5  # Candidates that are predicted to take more than so many times the best are not measured.
+TURNS = 3
 SLOW = 1.3  # A choice may take so many times as long as the best.
 
 
-@dataclass
-class Clock:
-    """Seconds of a call, each measured once: the best of several."""
-
-    heads: int
-
-    def __post_init__(self) -> None:
-        self.known: dict[tuple[object, int, int], float] = {}
-
-    def seconds(self, method: object, length: int, width: int) -> float:
-        key = (method, length, width)
-        if key not in self.known:
-            inputs = torch.randn(3, 1, self.heads, length, width, generator=torch.Generator().manual_seed(0)) * 0.3
-            attend = partial(subquad.attention, *inputs, is_causal=True, method=method)
-            self.known[key] = best_seconds(attend, repeats=3, at_least=0.15)
-        return self.known[key]
+Cell = tuple[Named, int, int]  # method, length, width
 
 
-def measured_crossover(clock: Clock, method: object, width: int) -> float | None:
+def measure(best: dict[Cell, float], cells: set[Cell], heads: int) -> None:
+    """Measures each call once more, and keeps its best time."""
+    for method, length, width in track(sorted(cells, key=str), "measuring"):
+        inputs = torch.randn(3, 1, heads, length, width, generator=torch.Generator().manual_seed(0)) * 0.3
+        attend = partial(subquad.attention, *inputs, is_causal=True, method=method)
+        cell = method, length, width
+        best[cell] = min(best.get(cell, math.inf), best_seconds(attend, repeats=2, at_least=0.03))
+
+
+def crossover_cells() -> list[tuple[int, Approximation]]:
+    """Widths and methods whose crossover may lie within the lengths that are measured."""
+    return [(d, m) for d, m in product(WIDTHS, METHODS) if not isinstance(m, Taylor) or m.size(d) <= 1000]
+
+
+def measured_crossover(seconds: dict[Cell, float], method: Approximation, width: int) -> float | None:
     """Where the curves of both methods, straight between the measured lengths on logarithmic axes, cross for good."""
-    gains = [math.log(clock.seconds(Exact(), n, width) / clock.seconds(method, n, width)) for n in LENGTHS]
+    gains = [math.log(seconds[Exact(), n, width] / seconds[method, n, width]) for n in LENGTHS]
     for i, (a, b) in reversed(list(enumerate(pairwise(gains)))):
         if a <= 0 < b:
             return LENGTHS[i] * (LENGTHS[i + 1] / LENGTHS[i]) ** (a / (a - b))
@@ -59,24 +65,25 @@ def measured_crossover(clock: Clock, method: object, width: int) -> float | None
     return None  # Outside of what was measured.
 
 
-def crossovers(clock: Clock) -> list[dict]:
+def crossovers(seconds: dict[Cell, float], heads: int) -> list[dict]:
     rows = []
-    for width, method in track(list(product(WIDTHS, METHODS)), "crossovers"):
-        if isinstance(method, Taylor) and method.size(width) > 1000:
-            continue  # Its crossover lies beyond the lengths that are measured.
-        found = measured_crossover(clock, method, width)
-        predicted = subquad.crossover(Exact(), method, by="time", head_dim=width, heads=clock.heads, is_causal=True)
+    for width, method in crossover_cells():
+        predicted = subquad.crossover(Exact(), method, by="time", head_dim=width, heads=heads, is_causal=True)
+        found = measured_crossover(seconds, method, width)
         rows.append(dict(width=width, method=describe(method), measured=found, predicted=predicted))
     return rows
 
 
-def choices(clock: Clock) -> list[dict]:
+def rivals(plan: Plan) -> list[Named]:
+    """The methods that keep the error and may be the quickest."""
+    able = [c for c in plan.candidates if c.is_acceptable and c.is_chosen_form]
+    return [c.method for c in able if c.seconds <= MOST * able[0].seconds or isinstance(c.method, Exact)]
+
+
+def choices(seconds: dict[Cell, float], plans: dict[tuple[int, int, float], Plan]) -> list[dict]:
     rows = []
-    for length, width, reach in track(list(product(LENGTHS, WIDTHS, RANGES)), "choices"):
-        plan = subquad.plan(query_length=length, head_dim=width, heads=clock.heads, is_causal=True, logit_range=reach)
-        able = [c for c in plan.candidates if c.is_acceptable and c.is_chosen_form]
-        measured = (c.method for c in able if c.seconds <= MOST * able[0].seconds or isinstance(c.method, Exact))
-        times = {method: clock.seconds(method, length, width) for method in measured}
+    for (length, width, reach), plan in plans.items():
+        times = {method: seconds[method, length, width] for method in rivals(plan)}
         best = min(times, key=lambda method: times[method])
         ratio = times[plan.method] / times[best]
         rows.append(dict(length=length, width=width, logit_range=reach, choice=describe(plan.method),
@@ -119,17 +126,46 @@ def report(crossed: list[dict], chosen: list[dict]) -> str:
     return "\n".join(lines)
 
 
+def make_plans(heads: int) -> dict[tuple[int, int, float], Plan]:
+    return {
+        (n, d, reach): subquad.plan(query_length=n, head_dim=d, heads=heads, is_causal=True, logit_range=reach)
+        for n, d, reach in product(LENGTHS, WIDTHS, RANGES)
+    }
+
+
+def wanted(plans: dict[tuple[int, int, float], Plan]) -> set[Cell]:
+    """All that must be measured to judge the plans and the crossovers."""
+    cells = {(method, n, d) for (n, d, _), plan in plans.items() for method in rivals(plan)}
+    crossing = product(LENGTHS, crossover_cells())
+    return cells | {(method, n, d) for n, (d, other) in crossing for method in (Exact(), other)}
+
+
+def use(folder: str, calibration: Calibration) -> None:
+    """From now on `plan` predicts by this one."""
+    os.environ["SUBQUAD_CACHE"] = folder
+    of = machine_of(torch.device("cpu"), torch.float32)
+    _calibrate_into(_file(of), of, lambda: calibration)
+
+
 @torch.no_grad()
 def main() -> None:
     parser = argparse.ArgumentParser(description="Check the planner's predictions.")
     parser.add_argument("--heads", type=int, default=8)
-    options = parser.parse_args()
+    heads = parser.parse_args().heads
     begin = time.perf_counter()
-    calibration(progress=lambda done, total: print(f"\rcalibrating {done}/{total}", end="", flush=True))
-    print(f"\ncalibration: {time.perf_counter() - begin:.1f} s")
-    clock = Clock(options.heads)
-    crossed, chosen = crossovers(clock), choices(clock)
-    page = f"# Plan, {today()}\n\n{machine()}\n\n{options.heads} heads, causal, forward, float32.\n\n"
+    first = calibrate(torch.device("cpu"))
+    print(f"calibration: {time.perf_counter() - begin:.1f} s")
+    with tempfile.TemporaryDirectory() as folder:
+        use(folder, first)
+        cells, seconds, best = wanted(make_plans(heads)), {}, [math.inf] * len(list(grid()))
+        for _ in range(TURNS):  # The grid and the calls in turn: a machine that slows down slows down both.
+            list(one_turn(best, torch.device("cpu"), torch.float32))
+            measure(seconds, cells, heads)
+        use(folder, fitted(best))
+        plans = make_plans(heads)
+        measure(seconds, wanted(plans) - cells, heads)
+        crossed, chosen = crossovers(seconds, heads), choices(seconds, plans)
+    page = f"# Plan, {today()}\n\n{machine()}\n\n{heads} heads, causal, forward, float32.\n\n"
     write_page("plan", page + report(crossed, chosen) + "\n", [*crossed, *chosen])
 
 

@@ -115,7 +115,7 @@ def _chosen(call: "Call", training: bool, auto: Auto) -> Choice:
     shape = _shape(call, training)
     if 0 in (shape.batch, shape.key_heads, shape.query_length, shape.key_length, shape.head_dim, shape.value_dim):
         return _exact("there is nothing to compute")
-    quicker = _quicker(call.layout.device, shape, auto.check_rows)
+    quicker = _quicker(call.query, shape, auto.check_rows)
     if not quicker:
         return _exact("no approximation is quicker at this shape")
     if not bool(call.risks().isfinite().all()):
@@ -153,14 +153,14 @@ def _shape(call: "Call", training: bool) -> "Shape":
                  lay.rows // max(1, lay.key_heads), call.is_causal, training)  # fmt: skip
 
 
-def _quicker(device: torch.device, shape: "Shape", check_rows: int) -> "list[Taylor | RandomFeatures]":
+def _quicker(query: Tensor, shape: "Shape", check_rows: int) -> "list[Taylor | RandomFeatures]":
     """Methods that should take less time than exact attention, the quickest first; the check of rows included."""
     from subquad._calibration import cached
     from subquad._cost import cost
     from subquad._features import Exact, RandomFeatures
     from subquad._plan import taylor
 
-    machine = cached(device, torch.float32)
+    machine = cached(query.device, query.dtype) or cached(query.device)
 
     def price(method: "Named") -> float:
         if machine is not None:

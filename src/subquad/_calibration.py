@@ -14,13 +14,19 @@ import platform
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from itertools import pairwise
+from functools import lru_cache, partial
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
+
+try:
+    import fcntl
+except ImportError:  # Windows has none: there two processes may measure at once.
+    fcntl = None  # type: ignore[assignment]
 
 from subquad._attention import Form, attend, choose_form
 from subquad._features import Exact, Linear, RandomFeatures, Taylor
@@ -29,8 +35,11 @@ from subquad._methods import Approximation, Named
 from subquad._separable import Separable
 
 EXACT_LENGTHS, EXACT_WIDTHS = (128, 256, 512, 1024, 2048, 4096), (16, 64, 128)
-TURNS = 2  # All calls are measured one after another, and again: what disturbs the machine for a while meets one turn.
-VERSION = 3  # of the file and of the work that the coefficients are for
+TURNS = 3  # All calls are measured one after another, and again: what disturbs the machine for a while meets one turn.
+ENOUGH = 26.0  # seconds, after which the later turns are not ended
+APART = 1000  # between the numbers that queries, keys and values begin with
+LONG = 0.01  # seconds of a call that needs no repeating within a turn
+VERSION = 4  # of the file and of the work that the coefficients are for
 Progress = Callable[[int, int], None]  # (calls measured, calls in all)
 
 
@@ -150,22 +159,24 @@ def grid() -> Iterator[tuple[Named, str, Shape]]:
     """The calls that are measured: short ones, where starting costs most, and long ones."""
     methods: list[tuple[int, Approximation]] = [
         (8, Taylor(4)), (16, Taylor(2)), (32, Taylor(2)), (64, Taylor(2)), (32, Taylor(0)), (128, Taylor(0)),
-        (16, RandomFeatures(512)), (64, RandomFeatures(64)), (64, RandomFeatures(1024)), (128, RandomFeatures(256)),
-        (16, Linear("elu")), (128, Linear("elu")), (16, Separable()), (128, Separable()),
+        (16, RandomFeatures(64)), (64, RandomFeatures(64)), (64, RandomFeatures(1024)), (128, RandomFeatures(256)),
+        (16, Linear("elu")), (64, Linear("elu")), (128, Linear("elu")), (16, Separable()), (128, Separable()),
     ]  # fmt: skip
     for training in (False, True):
         for is_causal in (True, False):
             shape = Shape(0, 0, 0, 0, is_causal=is_causal, training=training)
             for d in EXACT_WIDTHS:
                 for n in EXACT_LENGTHS:
-                    yield Exact(), "exact", _sized(shape, n, d, 8 if n < 2048 else 2)
+                    yield Exact(), "exact", _sized(shape, n, d, 8 if n < 2048 else 4096 // n)
             for d, method in methods:
-                long = max(1024, min(2048, (1 << 21) // method.size(d)))
-                for n, heads in ((256, 8), (512, 8 if method.size(d) < 1000 else 2), (long, 2)):
+                # Long calls of many heads fit into no cache; where there are few features, memory takes the time.
+                r = method.size(d)
+                heads = 8 if r < 1000 else 2
+                for n in (256, 512, 2048 if r <= 128 else 1024):
                     yield method, "chunked", _sized(shape, n, d, heads)
                 if is_causal and not isinstance(method, Separable):
-                    for n, heads in ((128, 8), (768, 4)):
-                        yield method, "dense", _sized(shape, n, d, heads)
+                    for n, few in ((128, 8), (768, 4)):
+                        yield method, "dense", _sized(shape, n, d, few)
 
 
 def _sized(shape: Shape, length: int, width: int, heads: int) -> Shape:
@@ -173,12 +184,14 @@ def _sized(shape: Shape, length: int, width: int, heads: int) -> Shape:
                    key_heads=heads)  # fmt: skip
 
 
-def measured_seconds(method: Named, form: str | None, shape: Shape, device: torch.device, dtype: torch.dtype) -> float:
-    """The best of a few calls, in a given form or in the one that the call chooses."""
+def measured_seconds(
+    method: Named, form: str | None, shape: Shape, device: torch.device, dtype: torch.dtype, known: float = math.inf
+) -> float:
+    """The best of a few calls, in a given form or in the one that the call chooses, and of what was `known` before."""
     sizes = [(shape.batch, shape.heads, shape.query_length, shape.head_dim)]
     sizes += [(shape.batch, shape.key_heads, shape.key_length, w) for w in (shape.head_dim, shape.value_dim)]
-    generator = torch.Generator().manual_seed(0)
-    inputs = [torch.randn(s, generator=generator).mul(0.3).to(device, dtype) for s in sizes]
+    noise = _noise(1 << max(math.prod(s) + 2 * APART for s in sizes).bit_length())
+    inputs = [noise[i * APART :][: math.prod(s)].view(s).to(device, dtype, copy=True) for i, s in enumerate(sizes)]
     for x in inputs:
         x.requires_grad_(shape.training)
     q, k, v = inputs
@@ -193,9 +206,10 @@ def measured_seconds(method: Named, form: str | None, shape: Shape, device: torc
             torch.accelerator.synchronize(device)
 
     with torch.set_grad_enabled(shape.training):
-        call()
-        best, spent, count = math.inf, 0.0, 0
-        while count < 1 or (count < 5 and spent < 0.01):
+        if not LONG < known < math.inf:  # A first call warms up; a long one that was measured before is called once.
+            call()
+        best, spent, count = known, 0.0, 0
+        while count < 1 or (count < 10 and spent < LONG):
             begin = time.perf_counter()
             call()
             seconds = time.perf_counter() - begin
@@ -203,22 +217,40 @@ def measured_seconds(method: Named, form: str | None, shape: Shape, device: torc
     return best
 
 
+@lru_cache(maxsize=1)
+def _noise(count: int) -> torch.Tensor:
+    """Numbers to measure with: making them takes longer than many a call."""
+    return torch.randn(count, generator=torch.Generator().manual_seed(0)) * 0.3
+
+
 def calibrate(
     device: torch.device, dtype: torch.dtype = torch.float32, progress: Progress | None = None
 ) -> Calibration:
     """Measure this machine: under half a minute."""
-    calls = list(grid())
-    best: dict[int, float] = {}
-    for turn in range(TURNS):
-        for i, (method, form, shape) in enumerate(calls):
-            if progress is not None:
-                progress(turn * len(calls) + i, TURNS * len(calls))
-            best[i] = min(best.get(i, math.inf), measured_seconds(method, form, shape, device, dtype))
-    if progress is not None:
-        progress(TURNS * len(calls), TURNS * len(calls))
+    count, show = len(_grid_once()), progress or (lambda done, total: None)
+    best, begin = [math.inf] * count, time.perf_counter()
+    show(0, TURNS * count)
+    turns = (one_turn(best, device, dtype) for _ in range(TURNS))
+    for done, _ in enumerate(chain.from_iterable(turns), 1):
+        show(done, TURNS * count)
+        if done >= count and time.perf_counter() - begin > ENOUGH:
+            break
+    show(TURNS * count, TURNS * count)
+    return fitted(best)
+
+
+def one_turn(best: list[float], device: torch.device, dtype: torch.dtype) -> Iterator[None]:
+    """Measures each call of the grid once more, and keeps its best time in the list; stops after each of them."""
+    for i, (method, form, shape) in enumerate(_grid_once()):
+        best[i] = measured_seconds(method, form, shape, device, dtype, best[i])
+        yield
+
+
+def fitted(best: list[float]) -> Calibration:
+    """The coefficients that the best times of the grid's calls make likely."""
     rows: dict[str, list[tuple[list[float], float]]] = {}
-    for i, call in enumerate(calls):
-        rows.setdefault(_name(*call), []).append((work(*call), best[i]))
+    for call, seconds in zip(_grid_once(), best, strict=True):
+        rows.setdefault(_name(*call), []).append((work(*call), seconds))
     return Calibration({name: _fitted(found) for name, found in rows.items()})
 
 
@@ -321,32 +353,59 @@ def calibration(
     device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, progress: Progress | None = None
 ) -> Calibration:
     """From the cache, or measured now and put there."""
-    device = torch.device(device)
+    device = usable(device)
     found = cached(device, dtype)
     if found is not None:
         return found
     of = machine(device, dtype)
     try:
         path = _file(of)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(
-            prefix=".calibration-", dir=path.parent
-        )  # Before the work is done in vain.
-        os.close(handle)
-    except (OSError, RuntimeError) as error:
+    except RuntimeError as error:  # There is no home.
         raise _cannot_write(error) from None
     try:
-        made = calibrate(device, dtype, progress)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _alone(path.parent):
+            return cached(device, dtype) or _calibrate_into(path, of, partial(calibrate, device, dtype, progress))
+    except OSError as error:
+        raise _cannot_write(error) from None
+
+
+def _calibrate_into(path: Path, of: dict[str, str | int], measure: Callable[[], Calibration]) -> Calibration:
+    handle, temporary = tempfile.mkstemp(prefix=".calibration-", dir=path.parent)  # Before the work is done in vain.
+    os.close(handle)
+    try:
+        made = measure()
         with open(temporary, "w") as file:
             json.dump({"machine": of, "coefficients": made.coefficients}, file, indent=1)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except OSError as error:
-        raise _cannot_write(error) from None
     finally:
         Path(temporary).unlink(missing_ok=True)
     return made
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Only one process at a time: two that measure at once measure each other."""
+    if fcntl is None:
+        yield
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)  # Also given back when the process is killed.
+        yield
+    finally:
+        os.close(handle)
+
+
+def usable(device: torch.device | str) -> torch.device:
+    """The device, if torch can compute on it here."""
+    try:
+        return torch.zeros(1, device=device).device
+    except (RuntimeError, AssertionError, TypeError) as error:
+        why = str(error).strip().splitlines()[0]
+        raise ValueError(f"device: expected one that torch can use here, got {device!r}: {why}") from None
 
 
 def _cannot_write(error: Exception) -> PermissionError:

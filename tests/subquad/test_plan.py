@@ -1,6 +1,7 @@
 """The plan: the right choice, the reason in words, and a calibration that is never trusted blindly."""
 
 import json
+import threading
 
 import pytest
 import torch
@@ -144,7 +145,7 @@ def fresh(tmp_path, monkeypatch):
     """An empty cache, and a machine whose times are known: 1 nanosecond for each unit of work."""
     calls = []
 
-    def known(method, form, shape, device, dtype) -> float:
+    def known(method, form, shape, device, dtype, before) -> float:
         calls.append(method)
         return known_seconds(method, form, shape)
 
@@ -249,6 +250,28 @@ def test_an_interrupted_calibration_leaves_nothing(fresh, monkeypatch) -> None:
     assert not list(machines.cache_folder().iterdir())
 
 
+def test_a_slow_machine_is_measured_in_fewer_turns(fresh, monkeypatch) -> None:
+    monkeypatch.setattr(machines, "ENOUGH", 0.0)
+    calibration()
+    assert len(fresh) == len(list(grid()))
+
+
+def test_two_processes_calibrate_once(fresh, tmp_path) -> None:
+    """The second waits for the first, and then reads what it has left."""
+    threads = [threading.Thread(target=calibration) for _ in range(2)]
+    for thread in threads:  # flock holds between two opened handles, so threads show what processes do.
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(fresh) == machines.TURNS * len(list(grid()))
+
+
+@pytest.mark.parametrize("device", ["nowhere", "cuda:99", 1.5])
+def test_a_device_that_is_not_there_is_named(device) -> None:
+    with pytest.raises(ValueError, match=r"device: expected one that torch can use here, got"):
+        plan(query_length=10, head_dim=4, device=device)
+
+
 def test_the_cache_is_where_users_expect_it(monkeypatch, tmp_path) -> None:
     monkeypatch.delenv("SUBQUAD_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -266,3 +289,14 @@ def test_measured_times_are_of_the_call_itself() -> None:
     training = Shape(4096, 4096, 16, 16, 2, 2, is_causal=True, training=True)
     assert machines.measured_seconds(Taylor(2), "chunked", training, CPU, torch.float32) > times[1]
     assert family(RandomFeatures(8)) == "random"
+
+
+def test_a_long_call_that_is_known_is_measured_once_more(monkeypatch) -> None:
+    calls = []
+    monkeypatch.setattr(machines, "attend", lambda *_: calls.append(1) or [None])
+    shape = Shape(8, 8, 4, 4)
+    assert machines.measured_seconds(Exact(), "exact", shape, CPU, torch.float32, known=1e-9) == 1e-9
+    assert len(calls) == 11  # short: one to warm up and ten
+    calls.clear()
+    assert machines.measured_seconds(Exact(), "exact", shape, CPU, torch.float32, known=60.0) < 1
+    assert len(calls) == 10  # no warm-up; these empty calls are short themselves

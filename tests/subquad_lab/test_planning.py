@@ -21,7 +21,7 @@ def cache(tmp_path_factory):
 def machine(cache, monkeypatch):
     """One whose calls take as long as their work, so that calibrating it takes no time."""
 
-    def seconds(method, form, shape, device, dtype):
+    def seconds(method, form, shape, device, dtype, known):
         width = 2 * shape.head_dim if isinstance(method, subquad.Exact) else 1  # its work is counted in pairs
         return 1e-4 + 1e-10 * width * sum(_calibration.work(method, form, shape))
 
