@@ -235,7 +235,8 @@ def calibrate(
         show(done, TURNS * count)
         if done >= count and time.perf_counter() - begin > ENOUGH:
             break
-    show(TURNS * count, TURNS * count)
+    if done < TURNS * count:
+        show(TURNS * count, TURNS * count)
     return fitted(best)
 
 
