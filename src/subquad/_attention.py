@@ -28,7 +28,7 @@ from subquad._auto import Auto
 from subquad._exact import exact_attention
 from subquad._features import Exact, Linear, RandomFeatures, Taylor
 from subquad._kernel import FeatureKernel, Kernel, Sums, widen
-from subquad._layout import Layout, check_shapes, check_state
+from subquad._layout import Layout, check_shapes, check_state, check_tensors
 from subquad._masks import is_per_query_head, key_mask, refuse_unfactored, segment_runs
 from subquad._methods import Approximation, Method, kernel_of, resolve, shifted
 from subquad._separable import Separable
@@ -155,9 +155,7 @@ def attend(
             f"dropout_p: expected 0, got {dropout_p}: dropout on the weights has no linear form. "
             'Use method="exact", or dropout on the output.'
         )
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
+    check_tensors(query=query, key=key, value=value)
     if state is not None and not isinstance(state, State):
         raise TypeError(f"state: expected what attention(..., return_state=True) returned, got {type(state).__name__}")
     device, stateful = query.device.type, state is not None or return_state
@@ -307,18 +305,17 @@ def choose_form(
         wave, unit, batch = 2 * chunk, 4 * chunk, b
     else:
         chunk = max(1, min(n if n <= 2 * CHUNK else CHUNK, CACHE // max(1, r)))
-        wave = chunk * max(1, min(WAVE, CACHE // max(r, chunk, 1)) // (b * layout.group * chunk))
+        wave = chunk * max(1, min(WAVE, CACHE // max(r, chunk)) // (b * layout.group * chunk))
         unit = wave * max(1, UNIT // wave)
-        batch = max(1, min(WAVE, CACHE // max(r, chunk, 1)) // (layout.group * chunk))
-    pair = r * 4 if separable else (d if polynomial else r)
+        batch = max(1, min(WAVE, CACHE // max(r, chunk)) // (layout.group * chunk))
     rows = max(1, min(n, max(CHUNK, PAIRS // max(1, b * layout.group * m))))
     sizes = Sizes(chunk, wave, unit, rows, batch)
     if form is not None:
         return form, sizes
     if stateful:
         return ("step" if resumed and n == m == 1 else "chunked"), sizes
-    pairs = n * m / (2 if is_causal and n == m else 1)
-    dense = pairs * (pair + e + 64)
+    pairs = n * m * layout.group / (2 if is_causal and n == m else 1)
+    dense = pairs * ((d if polynomial else r) + e + 64)
     linear = (n * layout.group + m) * r * (e + 32)
     return ("dense" if dense < linear and not separable else "chunked"), sizes
 

@@ -79,7 +79,10 @@ class Auto:
     ) -> Choice:  # fmt: skip
         """The method for this call; arguments as for `attention`."""
         from subquad._kernel import widen  # Here, because attention itself is what a method is measured by.
+        from subquad._layout import check_tensors
         from subquad._sample import Call, undisturbed
+
+        check_tensors(query=query, key=key, value=value)
 
         if torch.compiler.is_compiling():
             raise ValueError(

@@ -33,6 +33,7 @@ from subquad._features import Exact, Linear, RandomFeatures, Taylor
 from subquad._layout import Layout
 from subquad._methods import Approximation, Named
 from subquad._separable import Separable
+from subquad._work import seen_pairs
 
 EXACT_LENGTHS, EXACT_WIDTHS = (128, 256, 512, 1024, 2048, 4096), (16, 64, 128)
 TURNS = 3  # All calls are measured one after another, and again: what disturbs the machine for a while meets one turn.
@@ -90,21 +91,24 @@ def work(method: Named, form: str, shape: Shape) -> list[float]:
     tokens = (queries + shape.batch * shape.key_heads * shape.key_length) / 2
     if isinstance(method, Exact):
         # torch's kernel works in blocks, and its price of a pair jumps with the length: a table says it, no sum does.
-        length = math.sqrt(shape.query_length * shape.key_length)
-        return [pairs * a * b for a in _between(EXACT_LENGTHS, length) for b in _between(EXACT_WIDTHS, (d + e) / 2)]
+        length, width = math.sqrt(shape.query_length * shape.key_length), (d + e) / 2
+        # Beyond the table a pair costs what its products do; and a call costs at least what its smallest one did.
+        units = max(pairs * max(1.0, width / EXACT_WIDTHS[-1]), EXACT_LENGTHS[0] ** 2)
+        return [units * a * b for a in _between(EXACT_LENGTHS, length) for b in _between(EXACT_WIDTHS, width)]
     r = method.size(d)
     powers = method.degree if isinstance(method, Taylor) else 1
     pair = d if isinstance(method, Taylor) and method.basis == "symmetric" else r
     sizes = choose_form(method, shape.layout, shape.is_causal, False, False, None, None)[1]
     if form == "dense":  # Blocks of rows, each with all the keys up to its last row.
         if shape.is_causal:
-            pairs = pairs + shape.batch * shape.heads * shape.query_length * (sizes.rows - 1) // 2
+            pairs = shape.batch * shape.heads * seen_pairs(shape.query_length, shape.key_length, sizes.rows)
         return [1.0, pairs * (pair + e), pairs * (1 + powers), tokens * r * (d if pair == r else 1), tokens * (d + e)]
     batches = -(-shape.batch * shape.key_heads // sizes.batch)
     heads = min(sizes.batch, shape.batch * shape.key_heads)
     wave = max(sizes.chunk, sizes.wave) if heads == shape.batch * shape.key_heads else sizes.wave
     waves = batches * -(-max(shape.query_length, shape.key_length) // max(1, wave))
-    inside = tokens * sizes.chunk if shape.is_causal else 0.0
+    chunked = min(shape.query_length, shape.key_length)  # Later queries only read, and later keys nobody sees.
+    inside = shape.batch * shape.heads * chunked * sizes.chunk if shape.is_causal else 0.0
     alone = shape.is_causal and shape.query_length <= sizes.chunk  # One chunk: no sums, and maybe no features.
     made = 0.0 if alone and pair == d else tokens * r
     return [
@@ -403,8 +407,10 @@ def _alone(folder: Path) -> Iterator[None]:
 def usable(device: torch.device | str) -> torch.device:
     """The device, if torch can compute on it here."""
     try:
-        return torch.zeros(1, device=device).device
-    except (RuntimeError, AssertionError, TypeError) as error:
+        found = torch.zeros(1, device=device)
+        found.tolist()  # Not on "meta", where nothing is computed.
+        return found.device
+    except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:
         why = str(error).strip().splitlines()[0]
         raise ValueError(f"device: expected one that torch can use here, got {device!r}: {why}") from None
 

@@ -30,8 +30,8 @@ class Error:
     """A relative error, |out - exact| / |exact|, and how it is known.
 
     relative: None where nothing can be said.
-    known_by: "definition" (exact attention), "bound" (never more), "prediction" (typically so much), "sample" (measured
-        on sampled rows), or "nothing".
+    known_by: "definition" (exact attention), "bound" (never more), "prediction" (so much if the inputs are as bad as
+        the range of their logits allows; often far less), "sample" (measured on sampled rows), or "nothing".
 
     >>> print(Error(0.0312, "bound"), "|", Error(2.5, "sample"))
     at most 0.031 | 2.5 on sampled rows, worse than returning zeros
@@ -53,9 +53,12 @@ class Error:
             return "unknown before a run"
         if self.known_by == "definition":
             return "0"
-        text = {"bound": "at most {:.2g}", "prediction": "about {:.2g}", "sample": "{:.2g} on sampled rows"}
-        warning = ", worse than returning zeros" if self.worse_than_zeros else ""
-        return text[self.known_by].format(self.relative) + warning
+        text = {"bound": "at most {:.2g}", "prediction": "up to about {:.2g}", "sample": "{:.2g} on sampled rows"}
+        if not self.worse_than_zeros:
+            return text[self.known_by].format(self.relative)
+        if self.known_by == "sample":
+            return f"{self.relative:.2g} on sampled rows, worse than returning zeros"
+        return "can be worse than returning zeros"  # A figure beyond 1 would say no more.
 
 
 def error(
@@ -67,14 +70,15 @@ def error(
     spread: the diameter of the values over the root mean square norm of the exact output's rows. With it Taylor's error
         is a bound; without, a prediction for values that know nothing of the logits, such as random ones.
     squared_norm: |q+k|^2 of a pair, scaled, for random features (|q-k|^2 for trigonometric ones); where pairs differ,
-        the largest weigh most. By default that of equal norms at right angles, whose logits could reach the range.
+        the largest weigh most. By default that of equal norms at right angles, whose logits could reach the range:
+        where keys are much larger than queries, or the reverse, the error is larger too, and a range does not tell.
 
     >>> print(error(Taylor(2), logit_range=0.5))
-    about 0.022
+    up to about 0.022
     >>> print(error(Taylor(2), logit_range=0.5, spread=3.0))
     at most 0.033
     >>> print(error(RandomFeatures(256), logit_range=3))
-    about 1.3, worse than returning zeros
+    can be worse than returning zeros
     >>> print(error("separable", logit_range=0.5))
     unknown before a run
     """
@@ -87,7 +91,7 @@ def error(
     if isinstance(method, Exact):
         return Error(0.0, "definition")
     if isinstance(method, Taylor) and method.basis == "symmetric":
-        if spread is not None and not spread >= 0:
+        if spread is not None and (not isinstance(spread, int | float) or not spread >= 0):
             raise ValueError(f"spread: expected a number >= 0, got {spread!r}")
         found = _taylor_error(method.degree, low, high, spread)
         return Error(found, "prediction" if spread is None else "bound")
@@ -199,7 +203,8 @@ def as_range(logit_range: LogitRange) -> tuple[float, float]:
     except (TypeError, ValueError):
         pass
     raise ValueError(
-        f"logit_range: expected a finite number >= 0, or a pair (low, high) of finite numbers, got {logit_range!r}"
+        "logit_range: expected a finite number >= 0, or a pair (low, high) of finite numbers with low <= high, "
+        f"got {logit_range!r}"
     )
 
 

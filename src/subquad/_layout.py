@@ -60,6 +60,12 @@ class Layout:
         return wide.expand(target).reshape(self.rows, length)
 
 
+def check_tensors(**named: object) -> None:
+    for name, x in named.items():
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
+
+
 def check_shapes(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> Layout:
     """The layout of a call, or an error that names what does not fit."""
     named = {"query": query, "key": key, "value": value}

@@ -22,8 +22,9 @@ from subquad._sample import MARGIN, Call, exact_rows, method_rows, pick_rows, re
 from subquad._separable import Separable
 
 MOST_FEATURES = 1 << 14  # of a candidate
+HOPELESS = 1 << 26  # features, more than any sequence has tokens: then it does not matter how the logits are spread
 COUNTS, REFERENCE = [1 << power for power in range(4, 14)], 256  # of random features; the second one is measured
-ROWS = 64  # of each head of a sample
+ROWS, PAIRS = 64, 1 << 21  # of a sample: rows of each head, and pairs that they meet in all
 LONGEST, LARGEST = 1 << 24, 1 << 28  # lengths: of a crossover, and of a plan
 
 
@@ -60,9 +61,9 @@ class Plan:
     def rows(self) -> Iterator[tuple[str, ...]]:
         """The cells of the table."""
         for c in self.candidates:
-            mark = "chosen" if c is self.choice else "yes" if c.is_acceptable else "no"
-            seconds, mebibytes = f"{c.seconds * 1000:,.1f} ms", f"{c.peak_bytes / 2**20:,.1f} MiB"
-            yield c.name, c.form, seconds, mebibytes, str(c.error), mark
+            keeps = "unknown" if c.error.relative is None else "yes" if c.is_acceptable else "no"
+            mark = "yes, chosen" if c is self.choice else keeps
+            yield c.name, c.form, duration(c.seconds), f"{c.peak_bytes / 2**20:,.1f} MiB", str(c.error), mark
 
     def __str__(self) -> str:
         table = [COLUMNS, *self.rows()]
@@ -113,21 +114,24 @@ def plan(
     """The quickest method for a shape whose relative error is no more than `max_error`.
 
     query_length ... batch: the shape of the calls; what is not given is taken from the sample.
-    logit_range: how far the scaled logits reach, (low, high), or one number for both signs; errors are then predicted
-        for values that know nothing of the logits.
+    logit_range: how far the scaled logits reach, (low, high), or one number for both signs; errors are then predicted,
+        for values that know nothing of the logits, and for queries and keys of like norms.
     sample: query, key and value, as for `attention`; errors are then measured on it, and methods that centre the keys
-        are candidates too.
+        are candidates too. What a sample shows is true of texts like it, and as long as it.
     progress: called with (calls measured, calls in all) while the machine is calibrated, the first time.
 
     >>> found = plan(query_length=1_000_000, head_dim=16, logit_range=0.5)
     >>> found.method
     Taylor(degree=2, basis='symmetric', key_shift=None)
     >>> print(found.reason.partition(":")[0], found.choice.error, sep=": ")
-    Taylor(2): about 0.022
+    Taylor(2): up to about 0.022
     >>> print(plan(query_length=4096, head_dim=64, logit_range=20).reason)  # doctest: +ELLIPSIS
     Exact(): no approximation can help. With logits up to 20, ... 10^39 features at width 64, or 10^20 random features.
     """
     check_max_error(max_error)
+    for name, flag in {"is_causal": is_causal, "training": training}.items():
+        if not isinstance(flag, bool):
+            raise ValueError(f"{name}: expected True or False, got {flag!r}")
     if logit_range is not None and sample is not None:
         raise ValueError("sample: expected either logit_range or a sample, got both")
     call = None
@@ -137,7 +141,8 @@ def plan(
         )
     if sample is not None:
         if not isinstance(sample, tuple | list) or len(sample) != 3 or not all(isinstance(x, Tensor) for x in sample):
-            raise ValueError(f"sample: expected a query, a key and a value, got {type(sample).__name__}")
+            kinds = [type(x).__name__ for x in sample] if isinstance(sample, tuple | list) else type(sample).__name__
+            raise ValueError(f"sample: expected three tensors, a query, a key and a value, got {kinds}")
         query, key, value = sample
         call = Call.of(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=True)
         layout = call.layout
@@ -146,8 +151,8 @@ def plan(
         if call.is_empty or not bool(value.any()):
             raise ValueError("sample: expected queries, keys and values that are not all 0, got none")
         if _first(key_heads, _first(heads, layout.key_heads)) != layout.key_heads:
-            wanted = f"{layout.key_heads} key heads, as the sample's"
-            raise ValueError(f"key_heads: expected {wanted}, got {_first(key_heads, _first(heads, 0))}")
+            name, found_heads = ("heads", heads) if key_heads is None else ("key_heads", key_heads)
+            raise ValueError(f"{name}: expected {layout.key_heads} key heads, as the sample's, got {found_heads}")
         if query_length is None:
             query_length, key_length = layout.queries, layout.keys if key_length is None else key_length
         if heads is None:
@@ -259,7 +264,8 @@ def _counts(logit_range: LogitRange | None, max_error: float, kind: str) -> list
 def _measure(call: Call) -> Callable[[Approximation], Error]:
     """A function that tells the error of a method on the sample."""
     with torch.no_grad():
-        picked = pick_rows(call, ROWS)
+        heads = call.layout.rows * call.layout.group
+        picked = pick_rows(call, max(8, min(ROWS, PAIRS // (heads * call.layout.keys))))
         exact = exact_rows(call, picked)
     norm = picked.total(exact.square().sum(-1))[0]
 
@@ -303,14 +309,27 @@ def _reason(
         times = (
             f"{short(exact.seconds / best.seconds)}x quicker ({duration(best.seconds)} for {duration(exact.seconds)})"
         )
-        return f"{best.name}: {times} than exact attention, with a relative error {best.error}, within {max_error:g}."
-    if others:
-        slower = (
-            f"{others[0].name}, the quickest approximation within {max_error:g}, takes {duration(others[0].seconds)}"
+        given = ""
+        if isinstance(best.method, RandomFeatures) and call is None:
+            given = ", if queries and keys have like norms, which a sample would tell"
+        elif call is not None and call.layout.keys < shape.key_length:
+            given = f" of a sample of {call.layout.keys:,} tokens"
+        return (
+            f"{best.name}: {times} than exact attention, with a relative error {best.error}{given}, within "
+            f"{max_error:g}."
         )
-        length = _from(exact.method, others[0].method, shape, machine)
-        later = "" if length is None else f"; it wins from about {length:,} tokens on"
-        return f"Exact(): the quickest at this length, {duration(exact.seconds)}. {slower}{later}."
+    if others:
+        first = f"Exact(): the quickest at this length, {duration(exact.seconds)}."
+        slower = f"the quickest approximation within {max_error:g}, takes {duration(others[0].seconds)}"
+        if shape.query_length != shape.key_length:
+            return f"{first} {others[0].name}, {slower}."
+        lengths = {c: _from(exact.method, c.method, shape, machine) for c in others}
+        earliest = min(others, key=lambda c: lengths[c] or inf)
+        if lengths[earliest] is None:
+            return f"{first} {others[0].name}, {slower}."
+        if earliest is others[0]:
+            return f"{first} {earliest.name}, {slower}; it wins from about {lengths[earliest]:,} tokens on."
+        return f"{first} {others[0].name}, {slower}; {earliest.name} wins from about {lengths[earliest]:,} tokens on."
     if call is not None:
         nearest = min((c for c in candidates if c is not exact), key=lambda c: c.error.relative or inf)
         return (
@@ -328,9 +347,13 @@ def _reason(
     if degree < inf:
         count = many(comb(shape.head_dim + int(degree), int(degree)))
         series = f"of degree {degree}, {count} features at width {shape.head_dim}"
+    needs = f"With logits up to {reach:g}, to be sure of a relative error of {max_error:g} takes"
+    if min(comb(shape.head_dim + int(min(degree, 500)), int(min(degree, 500))),
+           needed_features(max_error, 2 * reach)) > HOPELESS:  # fmt: skip
+        return f"Exact(): no approximation can help. {needs} a Taylor series {series}, or {random} random features."
     return (
-        f"Exact(): no approximation can help. With logits up to {reach:g}, a relative error of {max_error:g} takes a "
-        f"Taylor series {series}, or {random} random features."
+        f"Exact(): no approximation can promise {max_error:g} from the range alone. {needs} a Taylor series {series}, "
+        f"or {random} random features; a sample may show that less will do."
     )
 
 

@@ -23,7 +23,7 @@ from subquad._auto import Auto
 from subquad._error import Error
 from subquad._features import Exact
 from subquad._kernel import ready_keys, ready_queries, widen
-from subquad._layout import Layout, check_shapes
+from subquad._layout import Layout, check_shapes, check_tensors
 from subquad._masks import View, key_mask, refuse_unfactored, segment_runs
 from subquad._methods import Approximation, Method, kernel_of, resolve, shifted
 from subquad._separable import Separable
@@ -60,6 +60,7 @@ class Call:
         segment_ids: Tensor | None = None,
     ) -> "Call":  # fmt: skip
         """Arguments as for `attention`."""
+        check_tensors(query=query, key=key, value=value)
         layout = check_shapes(query, key, value, enable_gqa)
         query, key, value = (x.detach()[None] if x.dim() == 2 else x.detach() for x in (query, key, value))
         if attn_mask is not None:
@@ -234,6 +235,7 @@ def measure_error(
     0.97 on sampled rows
     """
     _check_rows(rows)
+    check_tensors(query=query, key=key, value=value)
     resolved = resolve(method)
     if isinstance(resolved, Auto):
         resolved = resolved.choose(query, key, value, attn_mask, 0.0, is_causal, scale, enable_gqa,
@@ -278,6 +280,7 @@ def logit_range(
     """
     if rows is not None:
         _check_rows(rows)
+    check_tensors(query=query, key=key)
     with undisturbed(query.device):
         call = Call.of(query, key, key[..., :0], attn_mask, is_causal, scale, enable_gqa, key_padding_mask, segment_ids)
         if call.is_empty:

@@ -3,3 +3,7 @@
 
 class UsageError(ValueError):
     """Something the user can put right: the command prints it in one line and exits with 2."""
+
+
+class RunError(RuntimeError):
+    """A run that cannot go on, through nobody's wrong word: the command prints it in one line and exits with 1."""

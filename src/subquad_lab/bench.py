@@ -10,7 +10,6 @@ machine does then hurts all of them alike.
 import io
 import json
 import math
-import os
 import platform
 import sys
 import tempfile
@@ -29,9 +28,11 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import subquad
 from subquad_lab import UsageError
-from subquad_lab.demo import plain, positive
+from subquad_lab.demo import plain
+from subquad_lab.files import write_whole
 from subquad_lab.measure import Request, call, in_turn, normal_inputs
 from subquad_lab.methods import parse_method
+from subquad_lab.sizes import Case, positive, predicted, refuse_more_than_fits
 
 BASE = "torch"  # its scaled_dot_product_attention
 COLUMNS = ("length", "method", "time", "speed", "share of peak", "peak memory")
@@ -42,17 +43,6 @@ peak memory: predicted, beyond the inputs."""
 ROUNDS = 5
 SHORTEST, LONGEST = 1, 30  # seconds at a length: rounds go on for the first at least, and none begins after the second
 PRODUCT = 2048  # rows and columns of the matrices of the peak
-HEAP = 2  # The C library's heap can take so many times what a call holds.
-
-
-@dataclass(frozen=True)
-class Case:
-    """What all measurements of a run share."""
-
-    heads: int
-    head_dim: int
-    causal: bool
-    backward: bool
 
 
 @dataclass(frozen=True)
@@ -78,10 +68,12 @@ def run(
 ) -> None:  # fmt: skip
     """Measure, print a table, and write the results if a folder is given."""
     names = dict.fromkeys(methods.split(","))
-    named = {name: parse_method(name) for name in names}
+    named = {name: parse_method(name, "--methods") for name in names}
     sizes = sorted({positive("lengths", text) for text in lengths.split(",")})
     case = Case(positive("heads", heads), positive("head-dim", head_dim), causal, backward)
     refuse_more_than_fits(named, sizes, case)
+    if out == "":
+        raise UsageError("--out: expected the name of a folder, found nothing")
     folder = None if out is None else Path(out)
     if folder is not None:  # All that writing needs, before the work is done.
         import matplotlib.figure  # noqa: F401
@@ -148,43 +140,14 @@ def compare(named: dict[str, Any], length: int, case: Case) -> tuple[list[Row], 
     return rows, product
 
 
-def predicted(method: Any, length: int, case: Case) -> Any:
-    return subquad.cost(method, query_length=length, head_dim=case.head_dim, heads=case.heads, is_causal=case.causal,
-                        training=case.backward)  # fmt: skip
-
-
-def refuse_more_than_fits(named: dict[str, Any], sizes: list[int], case: Case) -> None:
-    """Before the system ends this process, or another one."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    length = sizes[-1]
-    inputs = 3 * 4 * case.heads * length * case.head_dim
-    for name, method in {BASE: subquad.Exact(), **named}.items():
-        needed = inputs
-        if needed <= memory:  # Else the prediction itself could take long.
-            needed += HEAP * predicted(method, length, case).peak_bytes
-        if needed > memory:
-            raise UsageError(
-                f"--lengths: {name} at length {length:,} can take {needed / 2**30:,.1f} GiB; this machine has "
-                f"{memory / 2**30:,.1f} GiB"
-            )
-
-
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UsageError(f"--out: cannot write to {folder}: {error.strerror}") from error
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """The file is there in whole or not at all."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        temporary.write_bytes(content)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+        raise UsageError(
+            f"--out: cannot write to {error.filename2 or error.filename or folder}: {error.strerror}"
+        ) from error
 
 
 def as_json(rows: list[Row], peak: float, case: Case) -> bytes:

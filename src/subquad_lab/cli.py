@@ -179,5 +179,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
+        print("subquad: interrupted", file=sys.stderr)
         return 130
+    except OSError as error:  # such as a full disk behind the standard output
+        complain(f"{error.filename or 'output'}: {error.strerror}")
+        return 1
     return 0

@@ -6,9 +6,9 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from subquad_lab import UsageError
 from subquad_lab.measure import MeasureError, Measurement, Request, measure
 from subquad_lab.methods import parse_method
+from subquad_lab.sizes import Case, positive, refuse_more_than_fits
 
 COLUMNS = ("length", "method", "time", "speed", "peak memory", "relative error")
 NOTE = """\
@@ -19,11 +19,10 @@ relative error: |out - exact| / |exact|. Above 1, marked !, the answer is worse 
 def run(methods: str, lengths: str, heads: int, width: int) -> None:
     """Measure and print; a table on a terminal, a line per measurement in a pipe or a log."""
     names = ["exact", *(name for name in methods.split(",") if name != "exact")]
-    for name in names:
-        parse_method(name)
+    named = {name: parse_method(name, "--methods") for name in names}
     sizes = [positive("lengths", text) for text in lengths.split(",")]
-    positive("heads", heads)
-    positive("width", width)
+    case = Case(positive("heads", heads), positive("width", width), causal=True, backward=False)
+    refuse_more_than_fits(named, sorted(sizes), case)
     title = (
         f"Causal attention, forward, float32, {heads} heads of width {width}; "
         "normal inputs, queries and keys of standard deviation 0.5"
@@ -45,13 +44,6 @@ def run(methods: str, lengths: str, heads: int, width: int) -> None:
         for cells in rows(requests):
             print(plain(cells), flush=True)
         print(NOTE)
-
-
-def positive(option: str, value: str | int) -> int:
-    """Read a whole number above zero, or say which option was wrong."""
-    if str(value).strip().isdecimal() and int(value) > 0:
-        return int(value)
-    raise UsageError(f"--{option}: expected whole numbers above 0, found {str(value)!r}")
 
 
 def rows(requests: list[Request]) -> Iterator[tuple[str, ...]]:

@@ -16,21 +16,21 @@ METHODS: dict[str, tuple[Callable[..., Any], str | None, type]] = {
 }
 
 
-def parse_method(spec: str) -> Any:
-    """Return the method that `spec` names; without a colon, the method with its defaults."""
+def parse_method(spec: str, option: str = "--method") -> Any:
+    """Return the method that `spec` names; without a colon, the method with its defaults. Errors name the option."""
     name, colon, text = spec.partition(":")
     if name not in METHODS:
-        raise UsageError(f"method {spec!r} is unknown; expected one of {', '.join(METHODS)}")
+        raise UsageError(f"{option}: {spec!r} is unknown; expected one of {', '.join(METHODS)}")
     make, argument, read = METHODS[name]
     if not colon:
         return make()
     if argument is None:
-        raise UsageError(f"method {spec!r}: {name} takes nothing after the colon")
+        raise UsageError(f"{option}: {spec!r}: {name} takes nothing after the colon")
     try:
         value = read(text)
     except ValueError:
-        raise UsageError(f"method {spec!r}: {argument} must be a whole number, not {text!r}") from None
+        raise UsageError(f"{option}: {spec!r}: {argument} must be a whole number, not {text!r}") from None
     try:
         return make(**{argument: value})
     except (TypeError, ValueError) as error:
-        raise UsageError(f"method {spec!r}: {error}") from error
+        raise UsageError(f"{option}: {spec!r}: {error}") from error

@@ -89,7 +89,7 @@ def load_sample(path: str) -> tuple[Tensor, Tensor, Tensor]:
     try:
         tensors = load_file(path)
     except FileNotFoundError:
-        raise UsageError(f"--sample: there is no file {path}") from None
+        raise UsageError(f"--sample: there is no file {path!r}") from None
     except (OSError, SafetensorError) as error:
         raise UsageError(f"--sample: {path} cannot be read as safetensors: {error}") from error
     for names in NAMES:

@@ -1,12 +1,13 @@
 """What a sample of rows shows, against all rows."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 
 from reference import METHODS
-from subquad import Exact, attention, logit_range, measure_error
+from subquad import Auto, Exact, attention, logit_range, measure_error
 from subquad._sample import PAIRS, Call, blocks, pick_rows
 
 N = 70
@@ -133,6 +134,20 @@ def test_edges() -> None:
         measure_error("taylor", q, k, v, enable_gqa=True, rows=0)
     with pytest.raises(ValueError, match=r"attn_mask: got shape .* a choice for each pair"):
         measure_error("taylor", q, k, v, torch.ones(N, N).bool(), enable_gqa=True)
+
+
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_what_is_no_tensor_is_named(place) -> None:
+    q, k, v = torch.randn(3, 1, 2, 8, 4).unbind()
+    given = [q, k, v]
+    given[place] = "text"
+    name = ("query", "key", "value")[place]
+    for function in (partial(measure_error, "taylor"), Auto().choose):
+        with pytest.raises(TypeError, match=f"{name}: expected a tensor, got str"):
+            function(*given)
+    if place < 2:
+        with pytest.raises(TypeError, match=f"{name}: expected a tensor, got str"):
+            logit_range(*given[:2])
 
 
 def test_memory_stays_small_at_long_lengths() -> None:

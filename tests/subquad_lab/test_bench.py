@@ -74,7 +74,7 @@ def test_results_are_written(quick, tmp_path, capfd):
         (["--methods", "softmax"], "'softmax' is unknown"),
         (["--methods", "taylor:two"], "degree must be a whole number"),
         (["--backward", "partly"], "--backward: expected true or false, found 'partly'"),
-        (["--lengths", "1" + 20 * "0"], "--lengths: torch at length 100,000,000,000,000,000,000 can take"),
+        (["--lengths", "1" + 20 * "0"], "--lengths: exact at length 100,000,000,000,000,000,000 can take"),
     ],
 )
 def test_nonsense_is_told_before_anything_is_measured(options, message, complaint, monkeypatch):

@@ -76,5 +76,11 @@ def test_interrupt_leaves_no_traceback():
     ) as process:
         process.stdout.readline()
         os.killpg(process.pid, signal.SIGINT)
-        assert process.stderr.read() == b""
+        assert process.stderr.read() == b"subquad: interrupted\n"
     assert process.returncode == 130
+
+
+def test_a_full_disk_behind_the_output_is_told():
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([*COMMAND, *TOY], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (1, "subquad: error: output: No space left on device\n")

@@ -28,8 +28,8 @@ def test_spec_names_the_method(spec, method):
         ("taylor:two", "degree must be a whole number, not 'two'"),
         ("taylor:", "degree must be a whole number, not ''"),
         ("exact:2", "exact takes nothing after the colon"),
-        ("random:0", "method 'random:0': .*num_features"),
-        ("linear:tanh", "method 'linear:tanh': .*activation"),
+        ("random:0", "--method: 'random:0': .*num_features"),
+        ("linear:tanh", "--method: 'linear:tanh': .*activation"),
     ],
 )
 def test_wrong_spec_is_named(spec, message):

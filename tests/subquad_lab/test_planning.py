@@ -143,7 +143,8 @@ def test_damaged_sample_is_told(sample, tmp_path, complaint):
     file.write_bytes(file.read_bytes()[:-100])
     assert f"--sample: {file} cannot be read as safetensors" in complaint(["plan", "--sample", str(file)])
     assert f"--sample: {tmp_path} cannot be read as safetensors" in complaint(["plan", "--sample", str(tmp_path)])
-    assert f"--sample: there is no file {tmp_path / 'no'}" in complaint(["plan", "--sample", str(tmp_path / "no")])
+    missing = str(tmp_path / "no")
+    assert f"--sample: there is no file {missing!r}" in complaint(["plan", "--sample", missing])
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,55 @@
+"""Files that are whole or not there, also after a crash or on a full disk."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from subquad_lab import UsageError
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Written beside its place, brought to the disk, and then put there; what was there before stays until then."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        write_synced(temporary, content)
+        temporary.replace(path)
+        sync_folder(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_synced(path: Path, content: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """The names in a folder outlast a power cut only once the folder itself is on the disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """The folder belongs to this process alone while the block runs; given back even if the process is killed."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        if fcntl is not None:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UsageError(f"{folder} is in use by another process") from None
+        yield
+    finally:
+        os.close(handle)
