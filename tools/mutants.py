@@ -31,7 +31,7 @@ CORE = [
     "_recompute.py", "_separable.py", "_state.py",
 ]  # fmt: skip
 QUICK = ["tests/test_tiny.py"]
-SLOW = [f"tests/subquad/test_{name}.py" for name in ("attention", "decoding", "features", "state")]
+SLOW = [f"tests/subquad/test_{name}.py" for name in ("attention", "decoding", "features", "forms", "state")]
 GOAL = 0.9
 PATIENCE, SECONDS = 5, 20  # A mutant may take so many times as long as none, and so many seconds in any case.
 MEMORY = 8 << 30  # bytes of address space; the tests need one eighth of it

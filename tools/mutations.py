@@ -66,8 +66,6 @@ def is_spared(node: ast.AST) -> bool:
             return True
         case ast.FunctionDef(body=[*_, ast.Expr(ast.Constant(EllipsisType()))]):  # An overload, or a protocol's.
             return True
-        case ast.FunctionDef(name="choose_form"):  # It decides how quick a call is: any form, and any size, is right.
-            return True
         case ast.Assign(targets=[ast.Name(name)]):
             return name in TUNING | WORDING
         case ast.keyword(arg=name, value=value):

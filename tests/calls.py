@@ -1,0 +1,171 @@
+"""Calls that many tests make: the methods, inputs and masks, a call in the form of the test's choice, and comparisons.
+
+The tests that use them show where linear attention goes wrong elsewhere, and that it does not here. Most hold the
+faulty formula as a small function beside a check: the check must reject the formula before its word on the library
+counts for anything.
+
+Axes: b batch, h heads, n queries, m keys, d width, e value width, r features.
+"""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from subquad import Linear, RandomFeatures, Separable, State, Taylor
+from subquad._attention import attend
+
+NAN, INF = float("nan"), float("inf")
+
+
+class Squares:
+    """A user's own map: positive, and with a log-scale of its own."""
+
+    positive = True
+
+    def size(self, width: int) -> int:
+        return width + 1
+
+    def __call__(self, x: Tensor, *, is_query: bool) -> tuple[Tensor, Tensor]:
+        return F.pad(x.square(), (1, 0), value=0.1), x.sum(-1) / 4
+
+
+def odd_taylor(degree: int) -> Taylor:
+    with pytest.warns(UserWarning, match="weights can be negative"):
+        return Taylor(degree)
+
+
+METHODS = {
+    "taylor": Taylor(2),
+    "odd taylor": odd_taylor(3),
+    "positive": RandomFeatures(16),
+    "hyperbolic": RandomFeatures(16, "hyperbolic"),
+    "trigonometric": RandomFeatures(16, "trigonometric"),
+    "identity": Linear(),
+    "elu": Linear("elu"),
+    "relu": Linear("relu"),
+    "separable": Separable(),
+    "own map": Squares(),
+}
+RANDOM = [name for name, method in METHODS.items() if isinstance(method, RandomFeatures)]
+
+by_method = pytest.mark.parametrize("name", METHODS)
+by_causal_form = pytest.mark.parametrize("form", ["dense", "chunked"])
+
+SEGMENTS = torch.tensor([0] * 5 + [7] + [0] * 9 + [2] * 6)  # The same id after another one is a new segment.
+KEEP = torch.tensor([i not in (0, 1, 8, 9, 20) for i in range(21)])
+MASKS = {
+    "none": {"is_causal": False},
+    "padding": {"is_causal": False, "keep": KEEP.expand(2, -1)},
+    "causal": {"is_causal": True},
+    "causal, padding": {"is_causal": True, "keep": KEEP.expand(2, -1)},
+    "segments": {"is_causal": False, "segments": SEGMENTS.expand(2, -1)},
+    "causal, segments": {"is_causal": True, "segments": SEGMENTS.expand(2, -1), "keep": KEEP.expand(2, -1)},
+}
+by_mask = pytest.mark.parametrize("mask", MASKS)
+
+
+def forms_of(mask: str) -> tuple[str, ...]:
+    """Those beside the dense one."""
+    return ("chunked", "step") if MASKS[mask]["is_causal"] else ("linear",)
+
+
+def visible(mask: str, n: int = 21) -> Tensor:
+    """(n, n): which key each row may see."""
+    options, seen = MASKS[mask], torch.ones(n, n, dtype=torch.bool)
+    if options["is_causal"]:
+        seen = seen.tril()
+    if "segments" in options:
+        runs = (SEGMENTS.diff(prepend=SEGMENTS[:1]) != 0).cumsum(0)
+        seen = seen & (runs[:, None] == runs)
+    return seen & KEEP if "keep" in options else seen
+
+
+def normal(*shape: int, seed: int = 0, std: float = 1.0, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).mul(std).to(dtype)
+
+
+def normal_inputs(*batch: int, n: int, m: int | None = None, d: int = 4, e: int = 3, **options) -> list[Tensor]:
+    lengths, widths = (n, n if m is None else m, n if m is None else m), (d, d, e)
+    seed = options.pop("seed", 0)
+    shapes = zip(lengths, widths, strict=True)
+    return [normal(*batch, *shape, seed=3 * seed + i, **options) for i, shape in enumerate(shapes)]
+
+
+def attended(
+    method,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    form: str | None = None,
+    chunk: int | None = None,
+    is_causal: bool = True,
+    keep: Tensor | None = None,
+    segments: Tensor | None = None,
+    state: State | None = None,
+    return_state: bool = False,
+) -> tuple[Tensor, State | None]:
+    """The output and the state, in the form of the test's choice; query heads share key heads where there are fewer."""
+    grouped = q.dim() > 2 and q.shape[-3] != k.shape[-3]
+    return attend(
+        q, k, v, None, 0.0, is_causal, None, grouped, method, keep, segments, state, return_state, form, chunk
+    )  # fmt: skip
+
+
+def resumed(
+    method, q: Tensor, k: Tensor, v: Tensor, *, pieces: list[int], keep=None, segments=None, **options
+) -> tuple[Tensor, State]:
+    """The sequence cut into pieces of the given lengths, each resumed from the state of those before it."""
+
+    def cut(x: Tensor | None, dim: int) -> list:
+        return [None] * len(pieces) if x is None else list(x.split(pieces, dim))
+
+    state, outputs = None, []
+    parts = zip(*(cut(x, -2) for x in (q, k, v)), *(cut(x, -1) for x in (keep, segments)), strict=True)
+    for q_part, k_part, v_part, keep_part, segments_part in parts:
+        output, state = attended(
+            method, q_part, k_part, v_part, keep=keep_part, segments=segments_part, state=state, return_state=True,
+            **options,
+        )  # fmt: skip
+        outputs.append(output)
+    return torch.cat(outputs, -2), state
+
+
+def in_form(form: str, method, q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
+    """One output in any of the four forms, the chunked one in short chunks."""
+    if form == "step":
+        return resumed(method, q, k, v, pieces=[1] * q.shape[-2], form="step", **options)[0]
+    return attended(method, q, k, v, form=form, chunk=4, **options)[0]
+
+
+def with_gradients(function: Callable[..., Tensor], *inputs: Tensor, rows: Tensor | None = None) -> list[Tensor]:
+    """The output, and the gradients of a loss in which each of its numbers counts differently; those of `rows` only."""
+    inputs = tuple(x.detach().clone().requires_grad_() for x in inputs)
+    output = function(*inputs)
+    counts = torch.arange(output.numel()).reshape(output.shape).add(1).sin().to(output)
+    if rows is not None:
+        counts = counts * rows[..., None]
+    return [output.detach(), *torch.autograd.grad(output, inputs, counts)]
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    """RMS(difference) / RMS(expected); infinite where something is not finite, so that no comparison lets it pass."""
+    found, expected = found.double(), expected.double()
+    ratio = (found - expected).square().mean().sqrt() / expected.square().mean().sqrt()
+    return ratio.nan_to_num(INF).item()
+
+
+def same_bits(a: Tensor, b: Tensor) -> Tensor:
+    return a.view(torch.int32) == b.view(torch.int32)
+
+
+def totals(state: State) -> Tensor:
+    """(..., r, e + 1): the sums with their normaliser, whatever log-scale they are kept at."""
+    return state.sums if state.log_scale is None else state.sums * state.log_scale.exp()[..., None]
+
+
+def assert_same(found: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-10)
