@@ -95,7 +95,7 @@ many-heads      random256  chunked  chunked     64     64   1024     64    128
 many-heads      elu        chunked  chunked     64     64   1024     64    128
 many-heads      separable  chunked  chunked     64     64   1024     64    128
 grouped         taylor1    chunked  chunked     64    256   1024     64     16
-grouped         taylor2    dense    dense       64     64   1024     64      3
+grouped         taylor2    chunked  dense       64     64   1024     64      3
 grouped         taylor4    dense    dense        5      5   1020     64      1
 grouped         random64   chunked  chunked     64    256   1024     64     16
 grouped         random256  chunked  chunked     64    256   1024     64     16
@@ -221,9 +221,9 @@ def test_sizes_at_their_limits_and_just_beyond(method, layout, expected):
         (RandomFeatures(256), layout_of(320, 80), True),
         (Linear("elu"), layout_of(32, 64, e=16), True),
         (Linear("elu"), layout_of(64, 32, e=16), True),
-        # Query heads that share a key head count in the linear form alone; heads and batches count in neither.
-        (Linear("elu"), layout_of(96, group=2), False),
-        (Linear("elu"), layout_of(64, 128, group=2), False),
+        # Query heads that share a key head count in both forms, their keys once; heads and batches in neither.
+        (Linear("elu"), layout_of(48, group=2), False),
+        (Linear("elu"), layout_of(32, 64, group=2), False),
         (Linear("elu"), layout_of(64, batch=(3,), heads=5), False),
     ],
 )
