@@ -4,15 +4,14 @@ A function's parameters are its options, its docstring is the help. What a subco
 its function, so that `subquad --help` does not wait for torch.
 """
 
-import inspect
 import os
-import re
 import sys
 from collections.abc import Sequence
-from importlib.metadata import version
-from typing import Any
+from typing import Any, Literal
 
-from subquad_lab import UsageError
+from subquad_lab import RunError, UsageError
+from subquad_lab.interruption import Interrupted
+from subquad_lab.parsing import call, wrong_value
 
 
 def demo(
@@ -105,50 +104,124 @@ def bench(
     run(methods, lengths, heads, head_dim, causal, backward, out)
 
 
-COMMANDS = (demo, plan, bench)
+def train(experiment: str | None, config: Any, out: str, resume: str | None) -> None:
+    """Train a model: a new run, or --resume RUN to go on with one that was stopped.
+
+    A run's folder holds its config, figures, checkpoints, result and curves. Ctrl-C finishes the step and saves.
+    """
+    from pathlib import Path
+
+    from subquad_lab import runs
+
+    if resume is not None and experiment is not None:
+        raise UsageError(f"--resume: give either an experiment or --resume RUN, not both; found {experiment!r} too")
+    if resume is None and experiment is None:
+        raise UsageError("EXPERIMENT: expected an experiment, or --resume RUN, found neither")
+    run, result = runs.resume(resume) if experiment is None else runs.start(experiment, config, Path(out))
+    runs.print_result(run, result)
 
 
-def run(arguments: Sequence[str] | None) -> None:
-    """Parse the arguments and call the function of the subcommand."""
-    from jsonargparse import ArgumentParser
+def compare(experiment: str | None, config: Any, out: str) -> None:
+    """Train all variants of an experiment with the same data, steps and seed: one table, one plot.
 
-    class Options(ArgumentParser):
-        """Names with dashes; and what is true or false can be named alone: --all."""
+    Run again with the same --out, it goes on where it was.
+    """
+    from pathlib import Path
 
-        def add_argument(self, *names: str, **settings: Any) -> Any:
-            if settings.get("type") is bool:
-                settings |= dict(nargs="?", const=True)
-            return super().add_argument(*(name.replace("_", "-") for name in names), **settings)
+    from subquad_lab.compare import run
 
-    parser = ArgumentParser(
-        prog="subquad",
-        version=version("subquad"),
-        description="Attention whose cost and error you choose.",
-        exit_on_error=False,
-        allow_abbrev=False,
-    )
-    subcommands = parser.add_subcommands()
-    for command in COMMANDS:
-        description = (inspect.getdoc(command) or "").partition("\nArgs:")[0]
-        options = Options(description=description, exit_on_error=False, allow_abbrev=False)
-        options.add_function_arguments(command, as_group=False)
-        subcommands.add_subcommand(command.__name__, options, help=description.partition("\n")[0])
-
-    chosen = parser.parse_args(arguments)
-    function = {command.__name__: command for command in COMMANDS}[chosen.subcommand]
-    function(**chosen[chosen.subcommand].as_dict())
+    run(_named(experiment), config, Path(out))
 
 
-KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false"}
+def sweep(experiment: str | None, config: Any, out: str, grid: Any, span: Any, trials: int = 20) -> None:
+    """Train with many values of some fields, and say which are best.
+
+    --grid.FIELD A,B,C tries each value with each of other fields; --span.FIELD LOW,HIGH searches between, on a
+    logarithmic scale where both are above 0. Several processes with the same --out share the trials; run again, it goes
+    on where it was.
+    """
+    from pathlib import Path
+
+    from subquad_lab.sweep import run
+
+    run(_named(experiment), config, Path(out), trials, grid, span)
 
 
-def wrong_value(error: Exception) -> str:
-    """The parser speaks of keys, classes and unions; say which option was wrong, and what it takes."""
-    pattern = r"Parser key \"(\w+)\":.*?Expected a <class '(int|float|bool)'>.*value: (.*)"
-    if found := re.match(pattern, str(error), re.DOTALL):
-        name, kind, value = found.groups()
-        return f"--{name.replace('_', '-')}: expected {KINDS[kind]}, found {value!r}"
-    return str(error)
+def _named(experiment: str | None) -> str:
+    if experiment is None:
+        raise UsageError("EXPERIMENT: expected an experiment, found none")
+    return experiment
+
+
+def evaluate(run: str, part: Literal["valid", "test"] = "test") -> None:
+    """Figures of a run's weights on a part of its data.
+
+    Args:
+        run: Folder of the run.
+        part: valid or test.
+    """
+    from subquad_lab import runs
+
+    runs.print_figures(runs.evaluate(run, part))
+
+
+def runs(root: str = "runs") -> None:
+    """List the runs that there are.
+
+    Args:
+        root: Folder to look into, with all folders in it.
+    """
+    from pathlib import Path
+
+    from subquad_lab.runs import print_table
+
+    print_table(Path(root))
+
+
+def report(runs: list[str] = [], out: str = "report.html", root: str = "runs") -> None:  # noqa: B006
+    """Write one page about runs: tables, curves, and published figures beside ours.
+
+    Args:
+        runs: Folders of runs; all runs in root if none is given.
+        out: The page; one file that needs no other.
+        root: Folder to look into.
+    """
+    from pathlib import Path
+
+    from subquad_lab.report import write
+
+    write([Path(run) for run in runs], Path(root), Path(out))
+
+
+def sample(
+    run: str,
+    prompt: str = "the",
+    count: int = 5,
+    words: int = 60,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+) -> None:
+    """Let a trained language model go on with a text.
+
+    Args:
+        run: Folder of the run.
+        prompt: How each text begins.
+        count: Number of texts.
+        words: The most words that are added to each; one ends with its sentence.
+        temperature: Below 1 likely words become likelier, above 1 rarer ones do; 0 takes the likeliest.
+        top_k: Choose among so many likeliest words.
+        top_p: Choose among the fewest words that together have this share.
+        seed: Of the first text; the next one has the next.
+    """
+    from subquad_lab.sampling import run as say
+
+    say(run, prompt, count, words, temperature, top_k, top_p, seed)
+
+
+COMMANDS = (demo, plan, bench, train, evaluate, compare, sweep, runs, sample, report)
+OF_EXPERIMENTS = {"train": "runs", "compare": "compare", "sweep": "sweep"}  # and the folders that they write into
 
 
 def complain(message: object) -> None:
@@ -162,7 +235,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     try:
         try:
-            run(arguments)
+            call(COMMANDS, OF_EXPERIMENTS, list(sys.argv[1:] if arguments is None else arguments))
         finally:
             sys.stdout.flush()  # here, where a closed pipe is still caught
     except ArgumentError as error:
@@ -171,6 +244,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UsageError as error:
         complain(error)
         return 2
+    except RunError as error:
+        complain(error)
+        return 1
+    except Interrupted as error:
+        print(f"subquad: {error}; the run is saved", file=sys.stderr)
+        return error.exit_code
     except ModuleNotFoundError as error:
         complain(f"{error.name} is missing; the command needs: pip install 'subquad[lab]'")
         return 1

@@ -41,13 +41,13 @@ def sync_folder(folder: Path) -> None:
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path, wait: bool = False) -> Iterator[None]:
     """The folder belongs to this process alone while the block runs; given back even if the process is killed."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         if fcntl is not None:
             try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
             except BlockingIOError:
                 raise UsageError(f"{folder} is in use by another process") from None
         yield

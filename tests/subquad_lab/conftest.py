@@ -1,6 +1,8 @@
 """What the tests of all commands need."""
 
+import random
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -20,3 +22,33 @@ def complaint(capfd: pytest.CaptureFixture[str]) -> Callable[[list[str]], str]:
         return err
 
     return refused
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    """A folder with a small text in three parts; each word follows from the one before it, most of the time."""
+    words, folder = [f"w{i}" for i in range(20)], tmp_path / "text"
+    folder.mkdir()
+    draw = random.Random(0)
+    for part, count in (("train", 1200), ("valid", 150), ("test", 150)):
+        numbers = [0]
+        while len(numbers) < count:
+            numbers.append((numbers[-1] * 3 + 1) % 20 if draw.random() < 0.8 else draw.randrange(20))
+        lines = [" ".join(words[i] for i in numbers[k : k + 10]) for k in range(0, count, 10)]
+        (folder / f"{part}.txt").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+SMALL: dict[str, object] = dict(model="rnn", embedding=6, width=8, context=5, batch=4, steps=4)
+
+
+@pytest.fixture
+def options(text, tmp_path) -> list[str]:
+    return [f"--{key}={value}" for key, value in {"data": text, "out": tmp_path / "runs", **SMALL}.items()]
+
+
+@pytest.fixture
+def trained(options, tmp_path, capfd) -> Path:
+    assert main(["train", "language", *options]) == 0
+    capfd.readouterr()
+    return tmp_path / "runs" / "language-001"

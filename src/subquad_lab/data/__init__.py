@@ -1,0 +1,1 @@
+"""Data sets: an embedded one for every experiment, and loaders of the usual files."""

@@ -1,0 +1,157 @@
+"""Words for a language model: three parts, a vocabulary from the training part, and where they came from.
+
+    embedded     the documentation topics that come with Python, split by topic
+    a folder     ptb.{train,valid,test}.txt (Penn Treebank), wiki.{train,valid,test}.tokens (WikiText), or
+                 {train,valid,test}.txt: words with spaces between, a line is a sentence
+                 else all its *.txt, *.md and *.rst files, split by file
+
+Each sentence, or paragraph of plain text, ends with <eos>; a word that the vocabulary lacks is <unk>.
+"""
+
+import hashlib
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from subquad_lab import UsageError
+
+PARTS = ("train", "valid", "test")
+UNKNOWN, END = "<unk>", "<eos>"
+NAMES = {
+    "Penn Treebank": "ptb.{}.txt",
+    "WikiText": "wiki.{}.tokens",
+    "text in three parts": "{}.txt",
+}
+PTB_MD5 = {
+    "train": "f26c4b92c5fdc7b3f8c7cdcb991d8420",
+    "valid": "aa0affc06ff7c36e977d7cd49e3839bf",
+    "test": "8b80168b89c18661a38ef683c0dc3721",
+}
+SUFFIXES = (".txt", ".md", ".rst")
+RARE = 2  # Words of plain text that are seen less often are unknown; prepared texts have their own <unk>.
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Word numbers of each part; words[i] is the word with number i."""
+
+    name: str
+    checksum: str  # SHA-256 of all words
+    words: tuple[str, ...]
+    train: Tensor
+    valid: Tensor
+    test: Tensor
+
+    def numbers(self, text: str) -> list[int]:
+        """Of the words of a text, as the training text has them."""
+        place = {word: i for i, word in enumerate(self.words)}
+        split = text.split() if all(word in place for word in text.split()) else words_of(text)
+        return [place.get(word, place.get(UNKNOWN, 0)) for word in split]
+
+    def text(self, numbers: Iterable[int]) -> str:
+        return " ".join(self.words[i] for i in numbers)
+
+
+def load_text(folder: str | None = None) -> Corpus:
+    """The embedded text, or what a folder holds."""
+    if folder is None:
+        return _corpus("Python's documentation topics", embedded(), RARE)
+    path = Path(folder)
+    if not path.is_dir():
+        raise UsageError(f"--data: there is no folder {path}")
+    try:
+        present = {file.name for file in path.iterdir()}
+    except OSError as error:
+        raise UsageError(f"--data: cannot read {path}: {error.strerror}") from error
+    for name, pattern in NAMES.items():
+        files = {part: pattern.format(part) for part in PARTS}
+        if not present.isdisjoint(files.values()):
+            missing = [file for file in files.values() if file not in present]
+            if missing:
+                raise UsageError(f"--data: {path} has no {missing[0]}, which belongs to {name}")
+            contents = {part: read(path / file) for part, file in files.items()}
+            if name == "Penn Treebank":
+                _check_treebank(path, contents)
+            return _corpus(name, {part: lines_of(content) for part, content in contents.items()}, 1)
+    return _corpus(path.name, _plain(path), RARE)
+
+
+def embedded() -> dict[str, list[str]]:
+    from pydoc_data.topics import topics  # type: ignore[import-not-found,unused-ignore]
+
+    return _split({name: paragraphs_of(text) for name, text in topics.items()})
+
+
+def _plain(folder: Path) -> dict[str, list[str]]:
+    files = sorted(path for path in folder.rglob("*") if path.suffix in SUFFIXES and path.is_file())
+    if not files:
+        raise UsageError(f"--data: expected files {', '.join('*' + s for s in SUFFIXES)} in {folder}, found none")
+    texts = {str(path.relative_to(folder)): paragraphs_of(read(path)) for path in files}
+    if len(texts) >= 20:
+        return _split(texts)
+    words = [word for text in texts.values() for word in text]  # Too few to split by file.
+    first, second = 8 * len(words) // 10, 9 * len(words) // 10
+    return {"train": words[:first], "valid": words[first:second], "test": words[second:]}
+
+
+def _split(texts: dict[str, list[str]]) -> dict[str, list[str]]:
+    """Whole texts, by the order of a hash of their names: a tenth each for validation and test."""
+    order = sorted(texts, key=lambda name: hashlib.sha256(name.encode()).hexdigest())
+    tenth = max(1, len(order) // 10)
+    chosen = {"valid": order[:tenth], "test": order[tenth : 2 * tenth], "train": order[2 * tenth :]}
+    return {part: [word for name in sorted(chosen[part]) for word in texts[name]] for part in PARTS}
+
+
+def read(path: Path) -> str:
+    """The text of a file; what is no text is named."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise UsageError(f"--data: cannot read {path}: {error.strerror}") from error
+    if b"\0" in content:
+        raise UsageError(f"--data: {path} is no text: it has zero bytes")
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise UsageError(f"--data: {path} is not UTF-8: byte {error.start} is {content[error.start]:#04x}") from None
+
+
+def lines_of(text: str) -> list[str]:
+    """Prepared text: words between spaces, a sentence to a line."""
+    return [word for line in text.splitlines() for word in (*line.split(), END)]
+
+
+def paragraphs_of(text: str) -> list[str]:
+    """Plain text: lower case words, numbers and marks; a paragraph ends at an empty line."""
+    return [word for block in re.split(r"\n\s*\n", text) if (found := words_of(block)) for word in (*found, END)]
+
+
+def words_of(text: str) -> list[str]:
+    return re.findall(r"\w+|[^\w\s]", text.lower())
+
+
+def _check_treebank(folder: Path, contents: dict[str, str]) -> None:
+    for part, content in contents.items():
+        found = hashlib.md5(content.encode(), usedforsecurity=False).hexdigest()
+        if found != PTB_MD5[part]:
+            print(f"subquad: warning: {folder / NAMES['Penn Treebank'].format(part)}: MD5 {found}, expected "
+                  f"{PTB_MD5[part]}: figures may not compare to published ones", file=sys.stderr)  # fmt: skip
+
+
+def _corpus(name: str, parts: dict[str, list[str]], rare: int) -> Corpus:
+    for part, words in parts.items():
+        if len(words) < 3:
+            raise UsageError(f"--data: the {part} part of {name} has {len(words)} words; expected more text")
+    counts = Counter(parts["train"])
+    known = sorted((word for word, count in counts.items() if count >= rare), key=lambda word: (-counts[word], word))
+    vocabulary = tuple(dict.fromkeys((UNKNOWN, END, *known)))
+    place = {word: i for i, word in enumerate(vocabulary)}
+    numbers = {part: torch.tensor([place.get(word, 0) for word in words]) for part, words in parts.items()}
+    checksum = hashlib.sha256("\n".join(" ".join(parts[part]) for part in PARTS).encode()).hexdigest()
+    return Corpus(name, checksum, vocabulary, **numbers)

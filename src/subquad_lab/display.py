@@ -1,0 +1,50 @@
+"""How a long run is watched: a bar with loss, speed and time left on a terminal, plain lines in a log."""
+
+import time
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+LINE_SECONDS = 30.0  # between lines of a log
+
+
+class Display:
+    """On the standard error, so that results can be piped; silent where it is told to be."""
+
+    def __init__(self, title: str, silent: bool = False) -> None:
+        self.title, self.silent = title, silent
+        self.console = Console(stderr=True, quiet=silent)
+        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"),
+                   TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())  # fmt: skip
+        self.bar = Progress(*columns, console=self.console, transient=True)
+        self.is_bar = self.console.is_terminal and not silent
+        self.last = time.monotonic()
+
+    def __enter__(self) -> Self:
+        if self.is_bar:
+            self.bar.start()
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if self.is_bar:
+            self.bar.stop()
+
+    def begin(self, steps: int) -> None:
+        self.steps, self.task = steps, self.bar.add_task(self.title, total=1.0)
+
+    def step(self, step: int, done: float, loss: float, speed: float, unit: str) -> None:
+        text = f"{self.title}  step {step:,}  loss {loss:.3f}  {speed:,.0f} {unit}/s"
+        if self.is_bar:
+            self.bar.update(self.task, completed=done, description=text)
+        elif time.monotonic() - self.last > LINE_SECONDS:
+            self.last = time.monotonic()
+            self.line(f"{text}  {done:.0%}")
+
+    def evaluated(self, step: int, figures: dict[str, float], measure: str, is_best: bool) -> None:
+        text = "  ".join(f"{name} {figure:.4g}" for name, figure in figures.items())
+        self.line(f"{self.title}  step {step:,}  validation: {text}{'  (best so far)' if is_best else ''}")
+
+    def line(self, text: str) -> None:
+        self.console.print(text, highlight=False, markup=False, soft_wrap=True)

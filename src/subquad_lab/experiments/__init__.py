@@ -1,0 +1,30 @@
+"""One file for each question asked; `EXPERIMENTS` names them for the command line."""
+
+from importlib import import_module
+from typing import Any, Protocol
+
+from subquad_lab import UsageError
+from subquad_lab.train import Task, Training
+
+EXPERIMENTS = ("language",)
+
+
+class Experiment(Protocol):
+    """What a file of this folder has."""
+
+    Config: type[Training]
+    MEASURE: str  # of its figures, what is best when it is smallest
+    UNIT: str  # what is counted for the speed
+    PUBLISHED: list[dict[str, Any]]  # figures of others, for the report: what, figure, where
+
+    def build(self, config: Any) -> Task:
+        """The model and its data; all randomness from torch's generator, which was seeded."""
+
+    def variants(self, config: Any) -> dict[str, Any]:
+        """What `subquad compare` runs: configs by name."""
+
+
+def experiment(name: str) -> Any:
+    if name not in EXPERIMENTS:
+        raise UsageError(f"EXPERIMENT: expected one of {', '.join(EXPERIMENTS)}, found {name!r}")
+    return import_module(f"subquad_lab.experiments.{name}")

@@ -1,0 +1,225 @@
+"""How does a word language model's perplexity depend on what mixes the words?
+
+    cross-entropy = mean of -log p(word | words before),  perplexity = exp(cross-entropy)
+
+The training text is cut into as many streams as a batch has rows; a step reads the next `context` words of each. The
+recurrent models carry their state along, without its history (truncated backpropagation); a Transformer sees the words
+of one step alone.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from subquad_lab import UsageError
+from subquad_lab.data.text import END, UNKNOWN, Corpus, load_text
+from subquad_lab.methods import parse_method
+from subquad_lab.models.language import LSTM, SigmoidRNN, Transformer, generate, parameters
+from subquad_lab.train import Carry, Rows, Training
+
+MEASURE, UNIT = "perplexity", "words"
+PIECE = 4096  # words that are evaluated at once
+STREAMS = 16  # of an evaluation: each begins without a state, so they are few
+
+PUBLISHED = [
+    {"what": "sigmoid RNN, embedding 256, width 512, Penn Treebank", "measure": "test perplexity", "figure": 164},
+    {"what": "sigmoid RNN, embedding 2048, width 4096, Penn Treebank", "measure": "test perplexity", "figure": 140},
+]
+
+
+@dataclass(frozen=True)
+class Config(Training):
+    """Train a word language model.
+
+    Args:
+        seed: Of the parameters, and of dropout.
+        epochs: Passes over the training text.
+        steps: Updates, instead of epochs.
+        minutes: Of training, after which the run ends even if the epochs or steps are not done.
+        batch: Streams of text that are read side by side, over all processes.
+        accumulate: Parts into which a batch is cut to save memory; the step is the same.
+        optimizer: sgd, adam or adamw.
+        lr: Learning rate, at its highest.
+        momentum: Of sgd.
+        weight_decay: Of the optimizer.
+        schedule: How the rate goes on after the warm-up: constant, linear to 0, or cosine to 0.
+        warmup: Steps in which the rate rises to lr.
+        clip: The largest norm of the gradient.
+        evaluate_every: Steps between evaluations; after each epoch if not given.
+        patience: Evaluations without a better one after which the run stops early.
+        save_every: Steps between checkpoints; after each evaluation and each minute if not given.
+        weights: Which weights the test sees, those of the best evaluation or the last.
+        data: A folder with Penn Treebank, WikiText or any text; Python's own documentation if not given.
+        model: rnn (sigmoid), lstm or transformer.
+        method: Attention of the transformer: exact, taylor:DEGREE, random:FEATURES, linear:ACTIVATION, separable.
+        embedding: Width of the word vectors of rnn and lstm.
+        width: Of the hidden state, or of the transformer.
+        layers: Of lstm and transformer.
+        heads: Of the transformer.
+        context: Words of a stream in one step.
+        dropout: On word vectors, between layers and on outputs; never along time.
+        tied: Whether word vectors also make the logits; the transformer's always do.
+        positions: Of the transformer, rotary or learned.
+    """
+
+    epochs: int = 10
+    batch: int = 16
+    lr: float = 3e-3
+    schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    warmup: int = 50
+    clip: float | None = 1.0
+    data: str | None = None
+    model: Literal["rnn", "lstm", "transformer"] = "transformer"
+    method: str = "exact"
+    embedding: int = 128
+    width: int = 128
+    layers: int = 2
+    heads: int = 4
+    context: int = 128
+    dropout: float = 0.2
+    tied: bool = True
+    positions: Literal["rotary", "learned"] = "rotary"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("embedding", "width", "layers", "heads", "context"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name}: expected a whole number >= 1, found {getattr(self, name)}")
+        if not 0 <= self.dropout < 1:
+            raise UsageError(f"dropout: expected a number from 0 to below 1, found {self.dropout}")
+        if self.model == "transformer" and self.width % self.heads:
+            raise UsageError(f"heads: expected a number that divides the width of {self.width}, found {self.heads}")
+        if self.model == "transformer":
+            parse_method(self.method)
+
+
+def make_model(config: Config, words: int) -> nn.Module:
+    match config.model:
+        case "rnn":
+            return SigmoidRNN(words, config.embedding, config.width, config.dropout, config.tied)
+        case "lstm":
+            return LSTM(words, config.embedding, config.width, config.layers, config.dropout, config.tied)
+        case "transformer":
+            return Transformer(words, config.width, config.layers, config.heads, config.context, config.dropout,
+                               parse_method(config.method), config.positions)  # fmt: skip
+
+
+class Language:
+    """The task of the training loop: streams of words."""
+
+    unit, measure = UNIT, MEASURE
+
+    def __init__(self, config: Config, corpus: Corpus) -> None:
+        self.config, self.corpus = config, corpus
+        self.model = make_model(config, len(corpus.words))
+        length = (len(corpus.train) - 1) // config.batch
+        self.batches = length // config.context
+        if not self.batches:
+            raise UsageError(f"batch: {config.batch} streams of {config.context} words need more text than the "
+                             f"{len(corpus.train):,} words of {corpus.name}")  # fmt: skip
+        self.inputs = corpus.train[: config.batch * length].view(config.batch, length)
+        self.targets = corpus.train[1 : config.batch * length + 1].view(config.batch, length)
+        self.carries = config.model != "transformer"
+
+    def about(self) -> dict[str, Any]:
+        corpus = self.corpus
+        sizes = {part: len(getattr(corpus, part)) for part in ("train", "valid", "test")}
+        data = {"name": corpus.name, "sha256": corpus.checksum, "words": len(corpus.words), "sizes": sizes}
+        return {"data": data, "parameters": parameters(self.model)}
+
+    def batch(self, epoch: int, index: int) -> Rows:
+        now = slice(index * self.config.context, (index + 1) * self.config.context)
+        return self.inputs[:, now], self.targets[:, now]
+
+    def begin(self, rows: int) -> Carry:
+        return {"state": self.model.start(rows)} if self.carries else {}
+
+    def loss(self, model: nn.Module, rows: Rows, carry: Carry) -> tuple[Tensor, Carry]:
+        inputs, targets = rows
+        logits, state = model(inputs, carry.get("state"))
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return loss, {"state": state.detach()} if self.carries else {}
+
+    def count(self, rows: Rows) -> int:
+        return rows[0].numel()
+
+    @torch.no_grad()
+    def evaluate(self, part: Literal["valid", "test"], check: Callable[[], None]) -> dict[str, float]:
+        """Every word of the part but the first, once."""
+        words = getattr(self.corpus, part)
+        device = next(self.model.parameters()).device
+        length = -(-(len(words) - 1) // STREAMS)
+        inputs, targets = words.new_zeros(STREAMS * length), words.new_full((STREAMS * length,), -100)
+        inputs[: len(words) - 1], targets[: len(words) - 1] = words[:-1], words[1:]
+        piece = PIECE // STREAMS if self.carries else self.config.context
+        pairs = (x.view(STREAMS, length).split(piece, 1) for x in (inputs, targets))
+        total, carry = torch.zeros((), dtype=torch.float64), self.begin(STREAMS).get("state")
+        for x, y in zip(*pairs, strict=True):
+            check()
+            for rows, wanted in _fitting(x.to(device), y.to(device), self.carries):
+                logits, state = self.model(rows, carry)
+                loss = F.cross_entropy(logits.flatten(0, 1), wanted.flatten(), ignore_index=-100, reduction="sum")
+                total += loss.double().cpu()
+            carry = state if self.carries else None
+        entropy = float(total) / (len(words) - 1)
+        return {"cross_entropy": entropy, "perplexity": math.exp(min(entropy, 700.0))}
+
+    def sample(self, prompt: str, count: int, temperature: float, top_k: int | None, top_p: float | None,
+               seed: int) -> str:  # fmt: skip
+        """The prompt, and what the model says after it up to the end of the sentence."""
+        place = {word: i for i, word in enumerate(self.corpus.words)}
+        numbers = self.corpus.numbers(prompt)
+        if not numbers:
+            raise UsageError("--prompt: expected at least one word, found none")
+        unknown = [word for word, i in zip(prompt.split(), numbers, strict=False) if i == place[UNKNOWN]]
+        if unknown and UNKNOWN not in prompt:
+            raise UsageError(f"--prompt: the model does not know the word {unknown[0]!r}")
+        if self.config.model == "transformer" and self.config.positions == "learned":
+            count = min(count, self.config.context - len(numbers))
+        generator = torch.Generator().manual_seed(seed)
+        self.model.eval()
+        said = generate(self.model, numbers, count, temperature, top_k, top_p, generator, place[END], place[UNKNOWN])
+        return self.corpus.text([*numbers, *said]).removesuffix(END).strip()
+
+
+def _fitting(inputs: Tensor, targets: Tensor, whole: bool) -> list[tuple[Tensor, Tensor]]:
+    """All rows at once where their state is carried; else as many as fit into a piece."""
+    rows = len(inputs) if whole else max(1, PIECE // inputs.shape[1])
+    return list(zip(inputs.split(rows), targets.split(rows), strict=True))
+
+
+def build(config: Config) -> Language:
+    return Language(config, load_text(config.data))
+
+
+METHODS = ("exact", "taylor:2", "random:64", "linear:elu", "separable")
+
+
+def variants(config: Config) -> dict[str, Config]:
+    """The Transformer with each method, and recurrent models with as many parameters; all else is equal."""
+    words = len(load_text(config.data).words)
+    base = replace(config, model="transformer")
+    total = count_parameters(base, words)
+    recurrent = {name: matched(replace(config, model=name, layers=1), words, total) for name in ("lstm", "rnn")}
+    return {method: replace(base, method=method) for method in METHODS} | recurrent
+
+
+def matched(config: Config, words: int, total: int) -> Config:
+    """The width, also of the word vectors, with which the model has about so many parameters."""
+    sized = [replace(config, width=width, embedding=width) for width in range(2, 4097, 2)]
+    low, high = 0, len(sized) - 1
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (middle + 1, high) if count_parameters(sized[middle], words) < total else (low, middle)
+    near = sized[max(0, low - 1) : low + 1]
+    return min(near, key=lambda c: abs(count_parameters(c, words) - total))
+
+
+def count_parameters(config: Config, words: int) -> int:
+    with torch.device("meta"):
+        return parameters(make_model(config, words))["total"]

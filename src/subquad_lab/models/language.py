@@ -1,0 +1,203 @@
+"""Word language models, one contract: (tokens (b, n), state) -> (logits (b, n, words), state).
+
+    rnn           h = sigmoid(h' H + e I + b1),  y = softmax(h U + b2)
+    lstm          torch's, in layers
+    transformer   x + attention(norm x), x + mlp(norm x), with any of subquad's methods
+
+`start(b)` is the state before any text. With a state the models stream: a text cut anywhere gives what the whole gives.
+Without one the tokens are a text of their own, and the Transformer keeps nothing of them.
+
+Axes: b texts, n tokens, e embedding, w width, h heads, d = w / h.
+"""
+
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import subquad
+
+State = Any  # a tensor, a tuple of them, or one subquad.State per layer; None: nothing before
+
+
+class Embedding(nn.Module):
+    """Words in, logits out; with one matrix for both if they are tied."""
+
+    def __init__(self, words: int, embedding: int, width: int, tied: bool) -> None:
+        super().__init__()
+        self.inward = nn.Parameter(torch.randn(words, embedding) * embedding**-0.5)
+        self.narrow = nn.Linear(width, embedding, bias=False) if tied and width != embedding else None
+        self.outward = None if tied else nn.Parameter(torch.randn(words, width) * width**-0.5)
+        self.bias = nn.Parameter(torch.zeros(words))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return F.embedding(tokens, self.inward)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        hidden = hidden if self.narrow is None else self.narrow(hidden)
+        return F.linear(hidden, self.inward if self.outward is None else self.outward, self.bias)
+
+
+class SigmoidRNN(nn.Module):
+    """The plain recurrent network, equation by equation."""
+
+    def __init__(self, words: int, embedding: int, width: int, dropout: float, tied: bool) -> None:
+        super().__init__()
+        self.embedding = Embedding(words, embedding, width, tied)
+        self.inward = nn.Linear(embedding, width)  # I, b1
+        self.recurrent = nn.Linear(width, width, bias=False)  # H
+        self.dropout = nn.Dropout(dropout)
+        nn.init.xavier_uniform_(self.inward.weight)
+        nn.init.orthogonal_(self.recurrent.weight)
+
+    def start(self, batch: int) -> Tensor:
+        return self.recurrent.weight.new_zeros(batch, self.recurrent.in_features)
+
+    def forward(self, tokens: Tensor, state: State = None) -> tuple[Tensor, Tensor]:
+        h = self.start(len(tokens)) if state is None else state
+        steps = []
+        for inward in self.inward(self.dropout(self.embedding(tokens))).unbind(1):
+            h = torch.sigmoid(inward + self.recurrent(h))
+            steps.append(h)
+        return self.embedding.logits(self.dropout(torch.stack(steps, 1))), h
+
+
+class LSTM(nn.Module):
+    """torch's LSTM; its state is (b, layers, 2, w)."""
+
+    def __init__(self, words: int, embedding: int, width: int, layers: int, dropout: float, tied: bool) -> None:
+        super().__init__()
+        self.embedding = Embedding(words, embedding, width, tied)
+        self.lstm = nn.LSTM(embedding, width, layers, batch_first=True, dropout=dropout if layers > 1 else 0.0)
+        self.dropout = nn.Dropout(dropout)
+
+    def start(self, batch: int) -> Tensor:
+        return self.lstm.weight_hh_l0.new_zeros(batch, self.lstm.num_layers, 2, self.lstm.hidden_size)
+
+    def forward(self, tokens: Tensor, state: State = None) -> tuple[Tensor, Tensor]:
+        state = self.start(len(tokens)) if state is None else state
+        h, c = (part.contiguous() for part in state.permute(2, 1, 0, 3))  # (layers, b, w) each
+        hidden, (h, c) = self.lstm(self.dropout(self.embedding(tokens)), (h, c))
+        return self.embedding.logits(self.dropout(hidden)), torch.stack([h, c]).permute(2, 1, 0, 3)
+
+
+class Transformer(nn.Module):
+    """Pre-norm blocks over causal attention; its state is the number of tokens, and one `subquad.State` per layer."""
+
+    def __init__(
+        self, words: int, width: int, layers: int, heads: int, context: int, dropout: float,
+        method: Any, positions: Literal["rotary", "learned"],
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.embedding = Embedding(words, width, width, tied=True)
+        self.places = nn.Embedding(context, width) if positions == "learned" else None
+        self.blocks = nn.ModuleList(Block(width, heads, dropout, method, self.places is None) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.dropout = nn.Dropout(dropout)
+
+    def start(self, batch: int) -> State:
+        return 0, [None] * len(self.blocks)
+
+    def forward(self, tokens: Tensor, state: State = None) -> tuple[Tensor, State]:
+        before, states = (0, [None] * len(self.blocks)) if state is None else state
+        places = torch.arange(before, before + tokens.shape[1], device=tokens.device)
+        x = self.embedding(tokens)
+        if self.places is not None:
+            if before + tokens.shape[1] > self.places.num_embeddings:
+                raise ValueError(f"tokens: learned positions reach up to {self.places.num_embeddings}, "
+                                 f"got {before + tokens.shape[1]}")  # fmt: skip
+            x = x + self.places(places)
+        x, after = self.dropout(x), []
+        for block, memory in zip(self.blocks, states, strict=True):
+            x, memory = block(x, places, memory, state is not None)
+            after.append(memory)
+        logits = self.embedding.logits(self.dropout(self.norm(x)))
+        return logits, None if state is None else (before + tokens.shape[1], after)
+
+
+class Block(nn.Module):
+    """Attention, then a network of one hidden layer, each added to what came in."""
+
+    def __init__(self, width: int, heads: int, dropout: float, method: Any, rotary: bool) -> None:
+        super().__init__()
+        if width % heads:
+            raise ValueError(f"heads: expected a number that divides the width of {width}, got {heads}")
+        self.heads, self.rotary, self.method = heads, rotary, method
+        self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
+        self.inward, self.outward = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
+        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.dropout = nn.Dropout(dropout)
+        drawn = method.draw(width // heads) if isinstance(method, subquad.RandomFeatures) else None
+        self.register_buffer("random_matrix", drawn)
+
+    def forward(
+        self, x: Tensor, places: Tensor, memory: subquad.State | None, streams: bool
+    ) -> tuple[Tensor, subquad.State | None]:
+        q, k, v = self.inward(self.norms[0](x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        if self.rotary:
+            q, k = rotate(q, places), rotate(k, places)
+        method = self.method
+        if self.random_matrix is not None:
+            method = replace(method, matrix=self.random_matrix)
+        if streams:
+            mixed, memory = subquad.attention(q, k, v, is_causal=True, method=method, state=memory, return_state=True)
+        else:
+            mixed = subquad.attention(q, k, v, is_causal=True, method=method)
+        x = x + self.dropout(self.outward(mixed.transpose(1, 2).flatten(2)))
+        return x + self.dropout(self.mlp(self.norms[1](x))), memory
+
+
+def rotate(x: Tensor, places: Tensor) -> Tensor:
+    """Rotary positions: pairs of coordinates turn with the place, so that products depend on the distance alone."""
+    half = x.shape[-1] // 2
+    speeds = 10_000.0 ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
+    angles = places[:, None] * speeds  # (n, d / 2)
+    cosine, sine = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return torch.cat([a * cosine - b * sine, a * sine + b * cosine, rest], -1)
+
+
+def parameters(model: nn.Module) -> dict[str, int]:
+    """By part, and in all."""
+    parts: dict[str, int] = {}
+    for name, parameter in model.named_parameters():
+        part = name.partition(".")[0]
+        parts[part] = parts.get(part, 0) + parameter.numel()
+    return parts | {"total": sum(parts.values())}
+
+
+@torch.no_grad()
+def generate(
+    model: nn.Module, prompt: list[int], count: int, temperature: float = 1.0, top_k: int | None = None,
+    top_p: float | None = None, generator: torch.Generator | None = None, end: int | None = None,
+    banned: int | None = None,
+) -> list[int]:  # fmt: skip
+    """Up to `count` words after the prompt, whose state is kept; ends with `end`, and never says `banned`."""
+    logits, state = model(torch.tensor([prompt]), model.start(1))
+    said: list[int] = []
+    while len(said) < count:
+        scores = logits[0, -1].float()
+        if banned is not None:
+            scores[banned] = -torch.inf
+        word = int(choose(scores, temperature, top_k, top_p, generator))
+        said.append(word)
+        if word == end:
+            break
+        logits, state = model(torch.tensor([[word]]), state)
+    return said
+
+
+def choose(
+    scores: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator | None
+) -> Tensor:
+    """A word: among the top_k most likely, and among the fewest that together have a share of at least top_p."""
+    if temperature == 0:
+        return scores.argmax()
+    ordered, words = (scores / temperature).sort(descending=True, stable=True)
+    ordered, words = ordered[:top_k], words[:top_k]
+    shares = F.softmax(ordered, -1)
+    if top_p is not None:
+        shares = torch.where(shares.cumsum(-1) - shares < top_p, shares, 0.0)
+    return words[torch.multinomial(shares, 1, generator=generator)][0]

@@ -1,0 +1,109 @@
+"""From the words of the command line to the call of a function: its parameters are options, its docstring is the help.
+
+Commands of experiments have a second level, `subquad train language`, whose options are the fields of the experiment's
+config; what --preset and --config say become their defaults.
+"""
+
+import inspect
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, fields
+from importlib.metadata import version
+from typing import Any
+
+from jsonargparse import ArgumentParser
+
+Command = Callable[..., None]
+KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false"}
+
+
+class Options(ArgumentParser):
+    """Names with dashes; and what is true or false can be named alone: --all."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(exit_on_error=False, allow_abbrev=False, **settings)
+
+    def add_argument(self, *names: str, **settings: Any) -> Any:
+        if settings.get("type") is bool:
+            settings |= dict(nargs="?", const=True)
+        return super().add_argument(*(name.replace("_", "-") for name in names), **settings)
+
+
+def call(commands: Sequence[Command], of_experiments: dict[str, str], arguments: list[str]) -> None:
+    """Call the command that the arguments name. Experiments are imported for the commands that need them."""
+    parser = Options(
+        prog="subquad", version=version("subquad"), description="Attention whose cost and error you choose."
+    )
+    subcommands = parser.add_subcommands()
+    searched: dict[str, Any] = {}
+    for command in commands:
+        name, description = command.__name__, (inspect.getdoc(command) or "").partition("\nArgs:")[0]
+        options = Options(description=description)
+        subcommands.add_subcommand(name, options, help=description.partition("\n")[0])
+        if name in of_experiments:
+            if arguments[:1] == [name]:
+                arguments, searched = add_experiments(options, command, of_experiments[name], arguments)
+            continue
+        if "runs" in inspect.signature(command).parameters:
+            options.add_argument("runs", nargs="*", help="Folders of runs; all in root if none is given.")
+        options.add_function_arguments(command, as_group=False, as_positional=True, skip={"runs"})
+
+    chosen = parser.parse_args(arguments)
+    function = {command.__name__: command for command in commands}[chosen.subcommand]
+    given = chosen[chosen.subcommand].as_dict()
+    if chosen.subcommand in of_experiments:
+        given = with_config(given) | searched
+    function(**given)
+
+
+def add_experiments(
+    options: Options, command: Command, out: str, arguments: list[str]
+) -> tuple[list[str], dict[str, Any]]:
+    """A subcommand for each experiment. Returns the arguments without --grid.FIELD and the like, and those."""
+    from subquad_lab.configs import given_config, presets, taken_out
+    from subquad_lab.experiments import EXPERIMENTS, experiment
+
+    own, searched = inspect.signature(command).parameters, {}
+    for kind in ("grid", "span"):
+        if kind in own:
+            arguments, searched[kind] = taken_out(arguments, kind)
+    if "resume" in own:
+        options.add_argument("--resume", type=str | None, default=None, help="Folder of a run to go on with.")
+    experiments = options.add_subcommands(required=False, dest="experiment")
+    for name in EXPERIMENTS:
+        about = inspect.getdoc(experiment(name)) or ""
+        fields = Options(description=about)
+        experiments.add_subcommand(name, fields, help=about.partition("\n")[0])
+        fields.add_argument("--out", type=str, default=out, help="Folder to write into.")
+        names = ", ".join(presets(name))
+        fields.add_argument("--preset", type=str | None, default=None, help=f"A config of the package: {names}.")
+        fields.add_argument("--config", type=str | None, default=None, help="A YAML file with any of the fields.")
+        if "trials" in own:
+            fields.add_argument("--trials", type=int, default=20, help="The most trials of a search with --span.")
+        fields.add_class_arguments(experiment(name).Config, as_group=False)
+        if name in arguments:
+            fields.set_defaults(asdict(given_config(name, arguments)))
+    return arguments, searched
+
+
+def with_config(given: dict[str, Any]) -> dict[str, Any]:
+    """The fields of an experiment as its config."""
+    from subquad_lab.experiments import experiment
+
+    name = given["experiment"]
+    if name is None:
+        return given | {"config": None, "out": ""}
+    rest, kind = given.pop(name), experiment(name).Config
+    config = kind(**{field.name: rest.pop(field.name) for field in fields(kind)})
+    del rest["config"], rest["preset"]
+    return given | rest | {"config": config}
+
+
+def wrong_value(error: Exception) -> str:
+    """The parser speaks of keys, classes and unions; say which option was wrong, and what it takes."""
+    kinds = r"(?:<class '(int|float|bool)'>|typing.Literal\[(.*?)\])"
+    if found := re.match(rf'Parser key "([\w.]+)":.*?Expected a {kinds}.*value: (.*)', str(error), re.DOTALL):
+        name, kind, choices, value = found.groups()
+        option = name.rpartition(".")[2].replace("_", "-")
+        return f"--{option}: expected {KINDS[kind] if kind else f'one of {choices}'}, found {value!r}"
+    return " ".join(str(error).split())

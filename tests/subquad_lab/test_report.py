@@ -1,0 +1,91 @@
+"""The report: every run, published figures apart, nothing executed, no request."""
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+from subquad_lab.cli import main
+from subquad_lab.experiments import experiment
+
+
+class Page(HTMLParser):
+    """Every element and attribute, and the text."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def page_of(file: Path) -> Page:
+    page = Page()
+    page.feed(file.read_text())
+    return page
+
+
+def test_the_report_shows_every_run_and_tells_published_figures_apart(trained, options, tmp_path, capfd):
+    main(["train", "language", *options, "--seed=1"])
+    out = tmp_path / "report.html"
+    assert main(["report", "--root", str(tmp_path / "runs"), "--out", str(out)]) == 0
+    page = page_of(out)
+    result = json.loads((trained / "result.json").read_text())
+    assert f"{result['test']['perplexity']:,.2f}" in page.text
+    assert "language-001" in page.text
+    assert "language-002" in page.text
+    assert sum(tag == "svg" for tag, _ in page.elements) == 3  # both curves, and one of both
+    rows = [attributes for tag, attributes in page.elements if tag == "tr"]
+    published = [row for row in rows if row.get("class") == "published"]
+    assert len(published) == len(experiment("language").PUBLISHED)
+    assert "published: sigmoid RNN" in page.text
+    ids = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
+    assert len(ids) == len(set(ids))
+
+
+def test_nothing_on_the_page_asks_another_machine(trained, tmp_path):
+    out = tmp_path / "report.html"
+    assert main(["report", str(trained), "--out", str(out)]) == 0
+    for tag, attributes in page_of(out).elements:
+        assert tag not in ("script", "link", "iframe", "object", "embed", "img")
+        for name, value in attributes.items():
+            if name in ("src", "href", "xlink:href", "action", "data"):
+                assert value.startswith("#"), (tag, name, value)
+            assert not name.startswith("on")
+    assert "default-src 'none'" in out.read_text()
+    assert not re.search(r"url\((?!#)|@import", out.read_text())
+
+
+def test_text_of_records_is_escaped(trained, tmp_path):
+    attack = "<script>alert(1)</script><img src=x onerror=alert(1)>"
+    about = json.loads((trained / "run.json").read_text())
+    about["data"]["name"] = attack
+    about["versions"] = {attack: attack}
+    (trained / "run.json").write_text(json.dumps(about))
+    evil = trained.with_name('"><script>x')
+    trained.rename(evil)
+    (evil / "curves.svg").write_text("<svg><script>alert(2)</script></svg>")  # Pictures are drawn anew.
+    out = tmp_path / "report.html"
+    assert main(["report", str(evil), "--out", str(out)]) == 0
+    assert "alert(2)" not in out.read_text()
+    assert {"script", "img"}.isdisjoint({tag for tag, _ in page_of(out).elements})
+    assert attack in page_of(out).text
+
+
+def test_a_report_of_an_unfinished_run_says_so(trained, tmp_path):
+    (trained / "result.json").unlink()
+    out = tmp_path / "report.html"
+    assert main(["report", str(trained), "--out", str(out)]) == 0
+    assert "not finished" in page_of(out).text
+
+
+def test_damaged_records_are_told(trained, complaint, tmp_path):
+    (trained / "run.json").write_text("[")
+    line = complaint(["report", str(trained), "--out", str(tmp_path / "r.html")])
+    assert f"{trained / 'run.json'}: cannot be read as JSON" in line
+    assert not (tmp_path / "r.html").exists()
