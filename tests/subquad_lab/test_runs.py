@@ -89,7 +89,7 @@ def test_a_finished_run_is_not_trained_again(trained, capfd):
         (["train", "language", "--batch", "0"], "batch: expected a whole number >= 1, found 0"),
         (
             ["train", "language", "--preset", "best"],
-            "--preset: expected one of lstm, published, rnn, sound, found 'best'",
+            "--preset: expected one of attention, lstm, published, rnn, sound, found 'best'",
         ),
         (["train", "language", "--config", "no.yaml"], "no.yaml: No such file or directory"),
         (["train", "language", "--data", "nowhere"], "--data: there is no folder nowhere"),

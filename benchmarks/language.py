@@ -1,0 +1,118 @@
+"""The word language model on the Penn Treebank: recurrent models trained well, and attention methods at equal budget.
+
+    python benchmarks/language.py --data PTB [--out runs/benchmark] [--parts rnn,lstm,attention,speed] [--seeds 2]
+
+Each part is a set of runs as `subquad train language --preset ...` makes them; those that are finished are read, and
+those that were stopped go on. `speed` measures words per second at context 4,096. The page shows all that is there.
+"""
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from results import FOLDER, machine, today, write_page
+
+from subquad_lab import runs, snapshot
+from subquad_lab.configs import config_from, presets, read
+from subquad_lab.experiments import language
+from subquad_lab.experiments.language import METHODS, Config
+from subquad_lab.measure import best_seconds
+from subquad_lab.plots import compared
+from subquad_lab.records import ABOUT, RESULT, Run
+
+PROMPT, SENTENCES = "in palo alto", 5
+LONG = 4096  # words of context for the speed
+COLUMNS = "| run | command | parameters | epochs | training | words/s | validation | test |"
+RULE = "|---|---|---:|---:|---:|---:|---:|---:|"
+
+
+def preset(name: str, data: str) -> Config:
+    config = config_from("language", read(presets("language")[name]), name)
+    assert isinstance(config, Config)
+    return replace(config, data=data)
+
+
+def planned(parts: list[str], data: str, seeds: int) -> dict[str, tuple[str, Config]]:
+    """Names of runs, with the command that makes each."""
+    found = {}
+    for part in ("rnn", "lstm"):
+        if part in parts:
+            found[f"ptb-{part}"] = f"--preset {part}", preset(part, data)
+    for seed in range(seeds) if "attention" in parts else ():
+        for method in METHODS:
+            config = replace(preset("attention", data), method=method, seed=seed)
+            name = f"ptb-{method.replace(':', '-')}-{seed}"
+            found[name] = f"--preset attention --method {method} --seed {seed}", config
+    return found
+
+
+def train(name: str, config: Config, out: Path) -> None:
+    if (out / name / ABOUT).is_file():
+        runs.resume(out / name)
+    else:
+        runs.start("language", config, out, name)
+
+
+def line(name: str, options: str, run: Run) -> str:
+    result, about = run.read_json(RESULT), run.read_json(ABOUT)
+    speed, total = result["words_per_second"], about["parameters"]["total"]
+    values = " | ".join(f"{result[part]['perplexity']:.1f}" for part in ("valid", "test"))
+    return (
+        f"| {name} | `subquad train language {options} --data ptb` | {total:,} | {result['epochs']:.1f} | "
+        f"{result['seconds'] / 60:.1f} min | {speed:,.0f} | {values} |"
+    )
+
+
+def speeds(data: str) -> dict[str, tuple[float, float]]:
+    """Words per second at a long context: training, and reading alone."""
+    found = {}
+    for method in METHODS:
+        config = replace(preset("attention", data), method=method, context=LONG, batch=1)
+        snapshot.seed_all(0)
+        task = language.build(config)
+        rows = task.batch(0, 0)
+
+        def step(task: language.Language = task, rows: language.Rows = rows) -> None:
+            task.loss(task.model, rows, {})[0].backward()
+
+        def read_only(task: language.Language = task, rows: language.Rows = rows) -> None:
+            with torch.no_grad():
+                task.model(rows[0], None)
+
+        found[method] = LONG / best_seconds(step, 3, 5.0), LONG / best_seconds(read_only, 3, 3.0)
+        print(method, found[method], flush=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="The word language model on the Penn Treebank.")
+    parser.add_argument("--data", required=True, help="folder with ptb.{train,valid,test}.txt")
+    parser.add_argument("--out", type=Path, default=Path("runs/benchmark"))
+    parser.add_argument("--parts", default="rnn,lstm,attention,speed")
+    parser.add_argument("--seeds", type=int, default=2)
+    options = parser.parse_args()
+    parts = options.parts.split(",")
+    for name, (_, config) in planned(parts, options.data, options.seeds).items():
+        train(name, config, options.out)
+    known = planned(["rnn", "lstm", "attention"], options.data, options.seeds)
+    done = {name: Run(options.out / name) for name in known if (options.out / name / RESULT).is_file()}
+    page = [f"# Word language model on the Penn Treebank, {today()}", machine()]
+    page.append(f"![validation perplexity](language_{today()}.svg)")
+    page.append("\n".join([COLUMNS, RULE, *(line(name, known[name][0], run) for name, run in done.items())]))
+    if "speed" in parts:
+        rows = [f"| {method} | {a:,.0f} | {b:,.0f} |" for method, (a, b) in speeds(options.data).items()]
+        page.append(f"## Words per second at context {LONG:,}")
+        page.append("\n".join(["| method | training | reading |", "|---|---:|---:|", *rows]))
+    results = {name: run.read_json(RESULT) for name, run in done.items()}
+    if done:
+        best = min(done, key=lambda name: results[name]["test"]["perplexity"])
+        task = runs.trained(done[best].folder)[1]
+        page.append(f"## Sentences of {best}, temperature 1")
+        page.append("\n".join(f"- {task.sample(PROMPT, 40, 1.0, None, None, seed)}" for seed in range(SENTENCES)))
+        (FOLDER / f"language_{today()}.svg").write_bytes(compared(done, "perplexity"))
+    write_page("language", "\n\n".join(page) + "\n", [{"run": name, **result} for name, result in results.items()])
+
+
+if __name__ == "__main__":
+    main()
