@@ -10,7 +10,6 @@ has the next number, so that none is ever replaced; those that are no longer nee
 
 import hashlib
 import json
-import os
 import shutil
 import sys
 from collections.abc import Iterable
@@ -46,7 +45,7 @@ def save(folder: Path, number: int, checkpoint: Checkpoint, keep: Iterable[int] 
 
     Of the earlier ones the last stays, and those whose numbers are in `keep`.
     """
-    hidden = folder / f".new.{os.getpid()}"
+    hidden = folder / ".new"  # Of one process: a run is locked while it is trained.
     try:
         folder.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(hidden, ignore_errors=True)
