@@ -7,3 +7,7 @@ class UsageError(ValueError):
 
 class RunError(RuntimeError):
     """A run that cannot go on, through nobody's wrong word: the command prints it in one line and exits with 1."""
+
+
+class Diverged(RunError):
+    """A run whose loss is no longer a number."""

@@ -77,7 +77,7 @@ def load(path: Path) -> Checkpoint:
         contents = {name: (path / name).read_bytes() for name in (TENSORS, STATE)}
         sums = (path / SUMS).read_bytes()
     except OSError as error:
-        raise Damaged(f"checkpoint {path}: {Path(error.filename).name}: {error.strerror}") from error
+        raise Damaged(f"checkpoint {path}: {Path(error.filename or path).name}: {error.strerror}") from error
     if sums != _sums(contents):
         raise Damaged(f"checkpoint {path}: its contents do not have the checksums in {SUMS}")
     # Whoever can write the checksums can write anything: the formats are checked too, and both are only data.
@@ -107,8 +107,16 @@ def newest(folder: Path) -> Checkpoint | None:
     return None
 
 
-def at(folder: Path, number: int) -> Checkpoint:
-    return load(folder / _name(number))
+def best(folder: Path, number: int) -> Checkpoint:
+    """The one with this number, or, where it is damaged, the newest; a line on the standard error says so."""
+    try:
+        return load(folder / _name(number))
+    except Damaged as error:
+        print(f"subquad: warning: {error}; the newest is used, not the best", file=sys.stderr)
+        found = newest(folder)
+        if found is None:
+            raise
+        return found
 
 
 def numbers(folder: Path) -> list[int]:

@@ -6,6 +6,7 @@ its function, so that `subquad --help` does not wait for torch.
 
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -230,9 +231,10 @@ def complain(message: object) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code: 0, 2 for bad usage, 130 for Ctrl-C."""
+    """Run the command and return its exit code: 0, 1 for a run that fails, 2 for bad usage, 130 and 143 for signals."""
     from argparse import ArgumentError
 
+    warnings.showwarning = lambda message, *_: print(f"subquad: warning: {message}", file=sys.stderr)
     try:
         try:
             call(COMMANDS, OF_EXPERIMENTS, list(sys.argv[1:] if arguments is None else arguments))

@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from subquad_lab import UsageError, runs
+from subquad_lab import RunError, UsageError, runs
 from subquad_lab.experiments import experiment
 from subquad_lab.files import write_whole
 from subquad_lab.plots import compared
@@ -19,6 +19,7 @@ COLUMNS = ("variant", "parameters", "validation", "test", "steps", "training", "
 
 def run(name: str, config: Training, out: Path) -> None:
     """Train what is not trained yet, then print and write the table and the plot."""
+    runs.alone("compare")
     variants = experiment(name).variants(config)
     done: dict[str, Run] = {}
     results: dict[str, dict[str, Any]] = {}
@@ -26,16 +27,19 @@ def run(name: str, config: Training, out: Path) -> None:
         folder = variant.replace(":", "-")
         print(f"{i} of {len(variants)}: {variant}", flush=True)
         if (out / folder).is_dir() and (out / folder / ABOUT).is_file():
-            if runs.config_of(Run.open(out / folder))[1] != own:
+            if runs.config_of(Run.open(out / folder))[1] != runs.settled(own):
                 raise UsageError(f"--out: {out / folder} is a run with another config; expected a new folder")
             done[variant], results[variant] = runs.resume(out / folder)
         else:
             done[variant], results[variant] = runs.start(name, own, out, folder)
     measure, unit = experiment(name).MEASURE, experiment(name).UNIT
     rows = [cells(variant, done[variant], results[variant], measure, unit) for variant in variants]
-    content = {variant: {**results[variant], **done[variant].read_json(ABOUT)} for variant in variants}
-    write_whole(out / "compare.json", json.dumps(content, indent=1).encode())
-    write_whole(out / "compare.svg", compared(done, measure))
+    content = {variant: {**results[variant], **done[variant].about()} for variant in variants}
+    try:
+        write_whole(out / "compare.json", json.dumps(content, indent=1).encode())
+        write_whole(out / "compare.svg", compared(done, measure))
+    except OSError as error:
+        raise RunError(f"cannot write into {out}: {error.strerror}") from error
     console = Console()
     if console.is_terminal:
         table = Table(*COLUMNS, title=f"{name}: {measure}")
@@ -49,7 +53,7 @@ def run(name: str, config: Training, out: Path) -> None:
 
 
 def cells(variant: str, made: Run, result: dict[str, Any], measure: str, unit: str) -> tuple[str, ...]:
-    parameters = made.read_json(ABOUT)["parameters"]["total"]
+    parameters = made.about()["parameters"]["total"]
     return (
         variant, f"{parameters:,}", f"{result['valid'][measure]:.2f}", f"{result['test'][measure]:.2f}",
         f"{result['steps']:,}", f"{result['seconds']:,.0f} s", f"{result[unit + '_per_second']:,.0f} {unit}/s",

@@ -25,7 +25,7 @@ def presets(name: str) -> dict[str, Path]:
     return {path.stem: path for path in sorted((PRESETS / name).glob("*.yaml"))}
 
 
-def given_config(name: str, arguments: list[str]) -> Training:
+def given_fields(name: str, arguments: list[str]) -> dict[str, Any]:
     """What --preset and --config say, the later over the earlier."""
     values: dict[str, Any] = {}
     for option, value in _pairs(arguments):
@@ -34,21 +34,21 @@ def given_config(name: str, arguments: list[str]) -> Training:
                 raise UsageError(f"--preset: expected one of {', '.join(presets(name))}, found {value!r}")
             values |= read(presets(name)[value])
         elif option == "--config":
-            values |= asdict_given(name, Path(value))
-    return experiment(name).Config(**values)
+            values |= fields_of_file(name, Path(value))
+    return values
 
 
-def asdict_given(name: str, path: Path) -> dict[str, Any]:
-    """The fields of a file, each checked; a run's own config names its experiment too."""
+def fields_of_file(name: str, path: Path) -> dict[str, Any]:
+    """The fields of a file, each of its type; a run's own config names its experiment too."""
     values = read(path)
     of = values.pop("experiment", name)
     if of != name:
         raise UsageError(f"{path}: a config of the experiment {of!r}, expected {name!r}")
-    checked = asdict(config_from(name, values, path))
+    checked = typed(name, values, path)
     return {field: checked[field] for field in values}
 
 
-def taken_out(arguments: list[str], kind: str) -> tuple[list[str], dict[str, list[Any]]]:
+def split_off(arguments: list[str], kind: str) -> tuple[list[str], dict[str, list[Any]]]:
     """--grid.FIELD A,B,C and the like: the arguments without them, and the values of each field."""
     rest, found, i = [], {}, 0
     while i < len(arguments):
@@ -96,7 +96,7 @@ def read(path: Path) -> dict[str, Any]:
         content = yaml.safe_load(path.read_bytes())
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+    except (yaml.YAMLError, ValueError, IndexError, RecursionError) as error:  # `!!int ""` is none of its own.
         raise UsageError(f"{path}: {' '.join(str(error).split())}") from error
     if content is None:
         return {}
@@ -105,8 +105,8 @@ def read(path: Path) -> dict[str, Any]:
     return content
 
 
-def config_from(name: str, values: dict[str, Any], source: object) -> Training:
-    """A config from its fields; `source` is named where one of them is wrong."""
+def typed(name: str, values: dict[str, Any], source: object) -> dict[str, Any]:
+    """All fields, each of its type; `source` is named where one of them is wrong."""
     kind = experiment(name).Config
     parser = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(kind, as_group=False)
@@ -115,10 +115,18 @@ def config_from(name: str, values: dict[str, Any], source: object) -> Training:
         if key not in known:
             raise UsageError(f"{source}: {key!r} is no field of {name}; expected some of {', '.join(known)}")
     try:
-        return kind(**parser.parse_object(values).as_dict())
+        return parser.parse_object(values).as_dict()
     except ArgumentError as error:
         raise UsageError(f"{source}: {wrong_value(error).removeprefix('--')}") from error
+
+
+def config_from(name: str, values: dict[str, Any], source: object) -> Training:
+    """A config from its fields, which also fit each other."""
+    try:
+        return experiment(name).Config(**typed(name, values, source))
     except UsageError as error:
+        if str(error).startswith(f"{source}: "):
+            raise
         raise UsageError(f"{source}: {error}") from error
 
 
@@ -130,6 +138,6 @@ def config_of(run: Run) -> tuple[str, Training]:
     return name, config_from(name, content, path)
 
 
-def changed(name: str, config: Training, values: dict[str, Any], source: object) -> Training:
+def with_values(name: str, config: Training, values: dict[str, Any], source: object) -> Training:
     """The same with other values of some fields."""
     return config_from(name, asdict(config) | values, source)

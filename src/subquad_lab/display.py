@@ -20,7 +20,7 @@ class Display:
                    TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())  # fmt: skip
         self.bar = Progress(*columns, console=self.console, transient=True)
         self.is_bar = self.console.is_terminal and not silent
-        self.last = time.monotonic()
+        self.last = -LINE_SECONDS  # The first step is shown at once.
 
     def __enter__(self) -> Self:
         if self.is_bar:
@@ -31,8 +31,8 @@ class Display:
         if self.is_bar:
             self.bar.stop()
 
-    def begin(self, steps: int) -> None:
-        self.steps, self.task = steps, self.bar.add_task(self.title, total=1.0)
+    def begin(self) -> None:
+        self.task = self.bar.add_task(self.title, total=1.0)
 
     def step(self, step: int, done: float, loss: float, speed: float, unit: str) -> None:
         text = f"{self.title}  step {step:,}  loss {loss:.3f}  {speed:,.0f} {unit}/s"
@@ -42,7 +42,7 @@ class Display:
             self.last = time.monotonic()
             self.line(f"{text}  {done:.0%}")
 
-    def evaluated(self, step: int, figures: dict[str, float], measure: str, is_best: bool) -> None:
+    def evaluated(self, step: int, figures: dict[str, float], is_best: bool) -> None:
         text = "  ".join(f"{name} {figure:.4g}" for name, figure in figures.items())
         self.line(f"{self.title}  step {step:,}  validation: {text}{'  (best so far)' if is_best else ''}")
 

@@ -7,7 +7,7 @@ config; what --preset and --config say become their defaults.
 import inspect
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, fields
+from dataclasses import fields
 from importlib.metadata import version
 from typing import Any
 
@@ -60,13 +60,13 @@ def add_experiments(
     options: Options, command: Command, out: str, arguments: list[str]
 ) -> tuple[list[str], dict[str, Any]]:
     """A subcommand for each experiment. Returns the arguments without --grid.FIELD and the like, and those."""
-    from subquad_lab.configs import given_config, presets, taken_out
+    from subquad_lab.configs import given_fields, presets, split_off
     from subquad_lab.experiments import EXPERIMENTS, experiment
 
     own, searched = inspect.signature(command).parameters, {}
     for kind in ("grid", "span"):
         if kind in own:
-            arguments, searched[kind] = taken_out(arguments, kind)
+            arguments, searched[kind] = split_off(arguments, kind)
     if "resume" in own:
         options.add_argument("--resume", type=str | None, default=None, help="Folder of a run to go on with.")
     experiments = options.add_subcommands(required=False, dest="experiment")
@@ -82,7 +82,7 @@ def add_experiments(
             fields.add_argument("--trials", type=int, default=20, help="The most trials of a search with --span.")
         fields.add_class_arguments(experiment(name).Config, as_group=False)
         if name in arguments:
-            fields.set_defaults(asdict(given_config(name, arguments)))
+            fields.set_defaults(given_fields(name, arguments))
     return arguments, searched
 
 
@@ -106,4 +106,6 @@ def wrong_value(error: Exception) -> str:
         name, kind, choices, value = found.groups()
         option = name.rpartition(".")[2].replace("_", "-")
         return f"--{option}: expected {KINDS[kind] if kind else f'one of {choices}'}, found {value!r}"
-    return " ".join(str(error).split())
+    missing = r"(arguments are required: )\w+\.(\w+)"  # of the parser's own name for a positional
+    text = re.sub(missing, lambda found: found[1] + found[2].upper(), str(error))
+    return " ".join(text.split())

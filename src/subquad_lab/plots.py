@@ -28,7 +28,7 @@ def compared(runs: dict[str, Run], measure: str) -> bytes:
         key = f"valid/{measure}"
         points = [(line["step"], line[key]) for line in run.metrics() if key in line]
         if points:
-            axes.plot(*zip(*points, strict=True), "o-", markersize=3, label=name)
+            axes.plot(*zip(*points, strict=True), "o-", markersize=3, label=name.replace("$", r"\$"))  # no formulas
     axes.set(xlabel="step", ylabel=f"validation {measure.replace('_', ' ')}", yscale="log")
     axes.legend(fontsize="small")
     return _svg(figure)

@@ -11,12 +11,15 @@ checkpoints/     see `checkpoint`
 """
 
 import json
+import os
 import platform
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import torch
 import yaml
@@ -25,9 +28,8 @@ import subquad
 from subquad_lab import RunError, UsageError
 from subquad_lab.files import write_whole
 
-CONFIG, ABOUT, METRICS, TIMING, RESULT, CURVES = (
-    "config.yaml", "run.json", "metrics.jsonl", "timing.jsonl", "result.json", "curves.svg",
-)  # fmt: skip
+CONFIG, ABOUT, RESULT, CURVES = "config.yaml", "run.json", "result.json", "curves.svg"
+METRICS, TIMING, EVENTS = "metrics.jsonl", "timing.jsonl", "events"
 
 
 class Run:
@@ -42,8 +44,15 @@ class Run:
         """A new folder in `root`: the given name, or the experiment's with the next number."""
         try:
             root.mkdir(parents=True, exist_ok=True)
-            folder = root / name if name else _next(root, experiment)
-            folder.mkdir(exist_ok=name is not None)
+            folder = root / name if name else None
+            if folder is not None:
+                folder.mkdir(exist_ok=True)
+            while folder is None:
+                try:
+                    folder = _next(root, experiment)
+                    folder.mkdir()
+                except FileExistsError:  # Another process was quicker.
+                    folder = None
         except OSError as error:
             raise UsageError(f"--out: cannot make a folder in {root}: {error.strerror}") from error
         run = cls(folder)
@@ -81,30 +90,60 @@ class Run:
     def read_json(self, name: str) -> dict[str, Any]:
         return _read_json(self.folder / name)
 
+    def about(self) -> dict[str, Any]:
+        """What the run is of; its parts are there, and of the right kind."""
+        found = self.read_json(ABOUT)
+        for name, kind in {"experiment": str, "data": dict, "parameters": dict, "versions": dict}.items():
+            if not isinstance(found.get(name), kind):
+                raise UsageError(f"{self.folder / ABOUT}: expected {name!r}, an entry of kind {kind.__name__}")
+        if not isinstance(found["parameters"].get("total"), int):
+            raise UsageError(f"{self.folder / ABOUT}: expected the total of the parameters, a whole number")
+        return found
+
     def result(self) -> dict[str, Any] | None:
         """None while the run is not finished."""
-        return self.read_json(RESULT) if (self.folder / RESULT).is_file() else None
+        if not (self.folder / RESULT).is_file():
+            return None
+        found = self.read_json(RESULT)
+        for part in ("valid", "test"):
+            figures = found.get(part)
+            if not isinstance(figures, dict) or not all(isinstance(v, int | float) for v in figures.values()):
+                raise UsageError(f"{self.folder / RESULT}: expected the figures of the {part} part")
+        return found
 
     # --- Figures over time ----------------------------------------------------------------------------------------
 
     def log(self, step: int, figures: dict[str, float], timing: dict[str, float] | None = None) -> None:
         """A line for a step, and a point for TensorBoard."""
-        try:
-            for name, values in ((METRICS, figures), (TIMING, timing)):
-                if values:
+        for name, values in ((METRICS, figures), (TIMING, timing)):
+            if values:
+                try:
                     with (self.folder / name).open("a") as file:
                         file.write(json.dumps({"step": step, **values}) + "\n")
-        except OSError as error:
-            raise RunError(f"cannot write {self.folder / METRICS}: {error.strerror}") from error
-        if self._writer is None:
-            from torch.utils.tensorboard import SummaryWriter
+                except OSError as error:
+                    raise RunError(f"cannot write {self.folder / name}: {error.strerror}") from error
+        with self._writing_events():
+            if self._writer is None:
+                from torch.utils.tensorboard import SummaryWriter
 
-            self._writer = SummaryWriter(str(self.folder / "events"), purge_step=step, flush_secs=30)
-        for name, value in {**figures, **(timing or {})}.items():
-            self._writer.add_scalar(name, value, step)
+                self._writer = SummaryWriter(str(self.folder / EVENTS), purge_step=step, flush_secs=30)
+            for name, value in {**figures, **(timing or {})}.items():
+                self._writer.add_scalar(name, value, step)
+
+    @contextmanager
+    def _writing_events(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self._writer = None
+            raise RunError(f"cannot write {self.folder / EVENTS}: {error.strerror}") from error
 
     def size(self) -> dict[str, int]:
-        """The bytes of the logs, which a checkpoint notes."""
+        """The bytes of the logs, which a checkpoint notes; they are on the disk before it is."""
+        for name in (METRICS, TIMING):
+            if (self.folder / name).exists():
+                with (self.folder / name).open("rb") as file:
+                    os.fsync(file.fileno())
         return {name: _size(self.folder / name) for name in (METRICS, TIMING)}
 
     def rewind(self, sizes: dict[str, int]) -> None:
@@ -120,16 +159,26 @@ class Run:
     def metrics(self) -> Iterator[dict[str, float]]:
         """The lines of the log; a last one that a crash has cut is left out."""
         path = self.folder / METRICS
-        for line in path.read_text().splitlines() if path.exists() else ():
+        lines = path.read_bytes().splitlines() if path.exists() else []
+        for number, text in enumerate(lines, 1):
             try:
-                yield json.loads(line)
-            except ValueError:
-                return
+                line = json.loads(text)
+                if not isinstance(line["step"], int) or not all(isinstance(v, int | float) for v in line.values()):
+                    raise TypeError("a figure is no number")
+                yield line
+            except (ValueError, TypeError, KeyError, RecursionError) as error:
+                if number < len(lines):
+                    raise UsageError(f"{path}: line {number} is no record of figures: {error}") from error
 
-    def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        """Close the events; their failure does not hide another one."""
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            with suppress(OSError) if error else self._writing_events():
+                writer.close()
 
 
 def _next(root: Path, experiment: str) -> Path:

@@ -1,7 +1,7 @@
 """Runs from beginning to end: start, resume, evaluate, and the table of what there is."""
 
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +9,7 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from subquad_lab import UsageError, checkpoint, snapshot
@@ -17,7 +18,7 @@ from subquad_lab.display import Display
 from subquad_lab.experiments import experiment
 from subquad_lab.files import locked
 from subquad_lab.plots import curves
-from subquad_lab.records import ABOUT, CURVES, Run, all_runs, versions
+from subquad_lab.records import ABOUT, CURVES, RESULT, Run, all_runs, versions
 from subquad_lab.train import Task, Trainer, Training
 
 
@@ -29,7 +30,11 @@ def processes() -> PartialState:
 def start(name: str, config: Training, root: Path, folder: str | None = None) -> tuple[Run, dict[str, Any]]:
     """A new run in a folder of its own."""
     state = processes()
-    task = _build(name, config)
+    if config.batch % (state.num_processes * config.accumulate):
+        parts = f"{state.num_processes} processes x {config.accumulate} parts"
+        raise UsageError(f"batch: expected a number that {parts} divide, found {config.batch}")
+    config = settled(config)
+    task = build(name, config)
     where = [None]
     if state.is_main_process:
         run = Run.create(root, name, {"experiment": name, **asdict(config)}, folder)
@@ -39,21 +44,26 @@ def start(name: str, config: Training, root: Path, folder: str | None = None) ->
     return _train(Run(Path(str(where[0]))), task, config, name)
 
 
+def settled(config: Training) -> Any:
+    """With the whole path of its data: the run may be resumed from another folder."""
+    data = getattr(config, "data", None)
+    return config if data is None else replace(config, data=str(Path(data).resolve()))
+
+
 def resume(folder: str | Path) -> tuple[Run, dict[str, Any]]:
     """Go on where the last whole checkpoint is; a finished run is only read."""
     run = Run.open(folder)
     done = run.result()
     if done is not None:
         return run, done
-    name, config = config_of(run)
-    task = _build(name, config)
-    if run.read_json(ABOUT).get("data") != task.about()["data"]:
-        raise UsageError(f"{run.folder}: the data are not those that the run began with")
+    name, config, task = task_of(run)
     return _train(run, task, config, name)
 
 
 def _train(run: Run, task: Task, config: Training, name: str) -> tuple[Run, dict[str, Any]]:
     state = processes()
+    if not run.folder.is_dir():
+        raise UsageError(f"--out: {run.folder} is not seen by every process; expected a disk that they share")
     with locked(run.folder) if state.is_main_process else nullcontext():
         trainer = Trainer(task, config, run, Display(name, silent=not state.is_main_process))
         found = checkpoint.newest(run.checkpoints)
@@ -62,45 +72,63 @@ def _train(run: Run, task: Task, config: Training, name: str) -> tuple[Run, dict
         result = trainer.train()
         if state.is_main_process:
             run.write(CURVES, curves(run, task.measure))
+            run.write_json(RESULT, result)  # The last of all: with it the run is finished.
     return run, result
 
 
-def _build(name: str, config: Training) -> Any:
+def build(name: str, config: Training) -> Any:
     snapshot.seed_all(config.seed)
     return experiment(name).build(config)
 
 
+def task_of(run: Run) -> tuple[str, Training, Any]:
+    """A run's experiment, config and task, with the data that it began with."""
+    name, config = config_of(run)
+    task = build(name, config)
+    if run.about()["data"].get("sha256") != task.about()["data"]["sha256"]:
+        raise UsageError(f"{run.folder}: the data are not those that the run began with")
+    return name, config, task
+
+
 def evaluate(folder: str | Path, part: str) -> dict[str, float]:
     """Figures of a part of the data, with the weights that the run has chosen, or has so far."""
-    task = trained(folder)[1]
-    return task.evaluate(part, lambda: None)
+    return trained(folder)[1].evaluate(part, lambda: None)
 
 
 def trained(folder: str | Path) -> tuple[Run, Any]:
-    """A run's task with its best weights, ready to be used."""
+    """A run's task with its best weights, or its last, as its config says; ready to be used."""
     run = Run.open(folder)
-    name, config = config_of(run)
-    task = _build(name, config)
+    _, config, task = task_of(run)
     found = checkpoint.newest(run.checkpoints)
     if found is None:
         raise UsageError(f"RUN: {run.folder} has no checkpoint yet")
-    best = found.state.get("progress", {}).get("best_checkpoint")
-    if config.weights == "best" and best:
-        found = checkpoint.at(run.checkpoints, best)
+    progress = found.state.get("progress")
+    number = progress.get("best_checkpoint") if isinstance(progress, dict) else None
+    if config.weights == "best" and isinstance(number, int) and number:
+        found = checkpoint.best(run.checkpoints, number)
     snapshot.load_model(task.model, found)
     task.model.eval()
     return run, task
+
+
+def alone(command: str) -> None:
+    """Refuse what makes several runs on several processes: each of its runs may have them, not all of it."""
+    if processes().num_processes > 1:
+        raise UsageError(
+            f"{command}: expected one process, found {processes().num_processes}; start it without torchrun"
+        )
 
 
 def table(root: Path) -> list[dict[str, str]]:
     """A row for each run that is there."""
     rows = []
     for run in all_runs(root):
-        about, result = run.read_json(ABOUT), run.result()
+        about, result = run.about(), run.result()
         last = max((int(line["step"]) for line in run.metrics()), default=0)
         rows.append({
-            "run": str(run.folder.relative_to(root)), "experiment": str(about.get("experiment")),
-            "data": str(about.get("data", {}).get("name")), "parameters": f"{about['parameters']['total']:,}",
+            "run": str(run.folder.relative_to(root)), "experiment": about["experiment"],
+            "model": experiment(about["experiment"]).label(config_of(run)[1]),
+            "data": str(about["data"].get("name")), "parameters": f"{about['parameters']['total']:,}",
             "steps": f"{last:,}", "state": "finished" if result else "unfinished",
             "test": "" if result is None else figures(result["test"]),
         })  # fmt: skip
@@ -131,8 +159,10 @@ def print_table(root: Path) -> None:
     if console.is_terminal:
         shown = Table(*rows[0])
         for row in rows:
-            shown.add_row(*row.values())
+            shown.add_row(*map(escape, row.values()))
         console.print(shown)
     else:
-        for row in rows:
-            print("  ".join(row.values()))
+        cells = [tuple(rows[0]), *(tuple(row.values()) for row in rows)]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        for row in cells:
+            print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

@@ -12,6 +12,8 @@ def run(folder: str, prompt: str, count: int, words: int, temperature: float, to
     for name, number in {"count": count, "words": words, "top-k": top_k}.items():
         if number is not None and number < 1:
             raise UsageError(f"--{name}: expected a whole number >= 1, found {number}")
+    if not 0 <= seed < 2**63 - count:
+        raise UsageError(f"--seed: expected a whole number >= 0, found {seed}")
     if not 0 <= temperature < inf:
         raise UsageError(f"--temperature: expected a number >= 0, found {temperature}")
     if top_p is not None and not 0 < top_p <= 1:

@@ -48,6 +48,12 @@ def unpack_optimizer(optimizer: torch.optim.Optimizer, tensors: Named, numbers: 
     for key, entry in [*unpack("optimizer", tensors).items(), *numbers["numbers"].items()]:
         index, _, name = key.partition(".")
         state.setdefault(int(index), {})[name] = entry
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for index, entries in state.items():
+        for name, entry in entries.items():
+            if isinstance(entry, Tensor) and entry.dim() and entry.shape != parameters[index].shape:
+                shapes = f"{tuple(entry.shape)}, where {tuple(parameters[index].shape)} was expected"
+                raise ValueError(f"optimizer.{index}.{name} has the shape {shapes}")
     optimizer.load_state_dict({"state": state, "param_groups": numbers["groups"]})
 
 

@@ -5,13 +5,15 @@ goes on. Who runs a trial holds its lock; a trial that is begun and not locked h
 takes it over where its run was.
 """
 
+import json
 from contextlib import ExitStack
+from dataclasses import asdict
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
-from subquad_lab import RunError, UsageError, runs
-from subquad_lab.configs import changed
+from subquad_lab import Diverged, UsageError, runs
+from subquad_lab.configs import typed, with_values
 from subquad_lab.experiments import experiment
 from subquad_lab.files import locked
 from subquad_lab.records import ABOUT
@@ -19,7 +21,7 @@ from subquad_lab.train import Training
 
 if TYPE_CHECKING:
     from optuna import Study
-    from optuna.trial import TrialState
+    from optuna.trial import Trial, TrialState
 
 JOURNAL = "journal.log"
 Values = dict[str, list[Any]]  # by field
@@ -27,33 +29,50 @@ Values = dict[str, list[Any]]  # by field
 
 def run(name: str, config: Training, out: Path, trials: int, grid: Values, span: Values) -> None:
     """Run trials until there are enough, and print them, the best first."""
-    check(name, config, trials, grid, span)
+    runs.alone("sweep")
+    config = runs.settled(config)
+    planned = check(name, config, trials, grid, span)
     study = make_study(out)
-    planned = [] if span else [dict(zip(grid, values, strict=True)) for values in product(*grid.values())]
     with locked(out, wait=True):  # Else two processes that begin at once would both plan the grid.
+        keep_to(study, out, {"experiment": name, "config": asdict(config), "grid": grid, "span": span})
         for values in planned:
             study.enqueue_trial(values, skip_if_exists=True)
-    while (claimed := claim(study, out, grid, span, None if planned else trials, config.seed)) is not None:
+    while (claimed := claim(study, out, name, config, grid, span, None if planned else trials)) is not None:
         number, values, held = claimed
         with held:
-            finish(study, number, name, changed(name, config, values, "sweep"), out)
+            finish(study, number, name, with_values(name, config, values, "sweep"), out)
     show(study, name)
 
 
-def check(name: str, config: Training, trials: int, grid: Values, span: Values) -> None:
-    """Before anything is run: fields that exist, and values that fit them."""
+def check(name: str, config: Training, trials: int, grid: Values, span: Values) -> list[dict[str, Any]]:
+    """Before anything is run: fields that exist, and values that fit them. All of a grid, where no span is searched."""
     if not grid and not span:
         raise UsageError("--grid: expected --grid.FIELD A,B,C or --span.FIELD LOW,HIGH, found neither")
     if trials < 1:
         raise UsageError(f"--trials: expected a whole number >= 1, found {trials}")
+    if both := grid.keys() & span.keys():
+        raise UsageError(f"--span.{min(both)}: expected a field that is not in --grid too")
     for field, values in grid.items():
         for value in values:
-            changed(name, config, {field: value}, f"--grid.{field}")
+            typed(name, {field: value}, f"--grid.{field}")
     for field, ends in span.items():
         if len(ends) != 2 or not all(isinstance(end, int | float) for end in ends) or not ends[0] < ends[1]:
             raise UsageError(f"--span.{field}: expected two numbers, the lower first, found {ends}")
         for end in ends:
-            changed(name, config, {field: end}, f"--span.{field}")
+            with_values(name, config, {field: end}, f"--span.{field}")
+    every = [dict(zip(grid, values, strict=True)) for values in product(*grid.values())]
+    for values in every:
+        with_values(name, config, values, f"--grid: {values}")  # They must fit each other, too.
+    return [] if span else every
+
+
+def keep_to(study: "Study", out: Path, plan: dict[str, Any]) -> None:
+    """A folder holds one sweep: figures of other configs are not its own."""
+    known = study.user_attrs.get("plan")
+    if known is None:
+        study.set_user_attr("plan", plan)
+    elif known != json.loads(json.dumps(plan)):
+        raise UsageError(f"--out: {out} holds a sweep with another config, grid or span; expected a new folder")
 
 
 def make_study(out: Path) -> "Study":
@@ -71,29 +90,41 @@ def make_study(out: Path) -> "Study":
 
 
 def claim(
-    study: "Study", out: Path, grid: Values, span: Values, most: int | None, seed: int
+    study: "Study", out: Path, name: str, config: Training, grid: Values, span: Values, most: int | None
 ) -> tuple[int, dict[str, Any], ExitStack] | None:
     """A trial that nobody runs, its values, and its lock; None if there is none left."""
     from optuna.samplers import TPESampler
-    from optuna.trial import TrialState
+    from optuna.trial import Trial, TrialState
 
+    whole = {field for field, kind in get_type_hints(experiment(name).Config).items() if float not in flat(kind)}
     with locked(out, wait=True):  # One process at a time looks for work.
-        for trial in study.get_trials(states=(TrialState.RUNNING,)):
+        # A seed for each trial: one for the study would draw the same again in each process, and after each stop.
+        study.sampler = TPESampler(seed=config.seed + len(study.trials))
+        for frozen in study.get_trials(states=(TrialState.RUNNING,)):
             try:
-                return trial.number, trial.params, hold(out, trial.number)
+                held = hold(out, frozen.number)
             except UsageError:  # Its process is alive.
                 continue
+            # Where it was killed before all its values were drawn, the others are drawn now.
+            return frozen.number, drawn(Trial(study, frozen._trial_id), grid, span, whole), held
         if count(study, TrialState.WAITING) == 0 and (most is None or len(study.trials) >= most):
             return None
-        # A seed for each trial: one for the study would draw the same again in each process, and after each stop.
-        study.sampler = TPESampler(seed=seed + len(study.trials))
         trial = study.ask()
-        values = {field: trial.suggest_categorical(field, options) for field, options in grid.items()}
-        for field, (low, high) in span.items():
-            whole = isinstance(low, int) and isinstance(high, int)
-            suggest = trial.suggest_int if whole else trial.suggest_float
-            values[field] = suggest(field, low, high, log=low > 0)
-        return trial.number, values, hold(out, trial.number)
+        return trial.number, drawn(trial, grid, span, whole), hold(out, trial.number)
+
+
+def drawn(trial: "Trial", grid: Values, span: Values, whole: set[str]) -> dict[str, Any]:
+    """The values of a trial; those that it has already stay."""
+    values = {field: trial.suggest_categorical(field, options) for field, options in grid.items()}
+    for field, (low, high) in span.items():
+        suggest = trial.suggest_int if field in whole else trial.suggest_float
+        values[field] = suggest(field, low, high, log=low > 0)
+    return values
+
+
+def flat(kind: Any) -> tuple[Any, ...]:
+    """The types that a field may have."""
+    return get_args(kind) or (kind,)
 
 
 def hold(out: Path, number: int) -> ExitStack:
@@ -117,7 +148,7 @@ def finish(study: "Study", number: int, name: str, config: Training, out: Path) 
     try:
         started = (out / folder / ABOUT).is_file()
         _, result = runs.resume(out / folder) if started else runs.start(name, config, out, folder)
-    except RunError as error:
+    except (Diverged, UsageError) as error:  # Of these values; a full disk is no fault of theirs, and ends the sweep.
         print(f"{folder}: {error}")
         study.tell(number, state=TrialState.FAIL)
         return

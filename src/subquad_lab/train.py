@@ -18,11 +18,11 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from subquad_lab import RunError, UsageError, checkpoint, snapshot
+from subquad_lab import Diverged, UsageError, checkpoint, snapshot
 from subquad_lab.checkpoint import Checkpoint, Damaged
 from subquad_lab.display import Display
 from subquad_lab.interruption import Interrupted, Interruption
-from subquad_lab.records import RESULT, Run
+from subquad_lab.records import Run
 
 Rows = tuple[Tensor, ...]  # each (rows, ...)
 Carry = dict[str, Tensor]  # each (rows, ...)
@@ -57,10 +57,15 @@ class Training:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise UsageError(f"{name}: expected a whole number >= {least}, found {value}")
-        for name in ("lr", "momentum", "weight_decay", "clip", "minutes"):
+        for name in ("lr", "momentum", "weight_decay"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise UsageError(f"{name}: expected a number >= 0, found {getattr(self, name)}")
+        for name in ("clip", "minutes"):
             value = getattr(self, name)
-            if value is not None and not 0 <= value < math.inf:
-                raise UsageError(f"{name}: expected a number >= 0, found {value}")
+            if value is not None and not 0 < value < math.inf:
+                raise UsageError(f"{name}: expected a number above 0, found {value}")
+        if not 0 <= self.seed < 2**32:
+            raise UsageError(f"seed: expected a whole number from 0 to below 2^32, found {self.seed}")
         if self.batch % self.accumulate:
             raise UsageError(f"accumulate: expected a number that divides the batch of {self.batch}, "
                              f"found {self.accumulate}")  # fmt: skip
@@ -116,7 +121,7 @@ def rate(settings: Training, progress: Progress, total: int) -> float:
 
 def part_done(settings: Training, progress: Progress, total: int) -> float:
     """Of the steps, or of the time where that is given and nearer to its end."""
-    spent = progress.seconds / (60 * settings.minutes) if settings.minutes else 0.0
+    spent = 0.0 if settings.minutes is None else progress.seconds / (60 * settings.minutes)
     return max(progress.step / total, spent)
 
 
@@ -138,15 +143,12 @@ class Trainer:
         self.task, self.settings, self.run, self.display = task, settings, run, display
         self.accelerator = Accelerator(cpu=not torch.accelerator.is_available())
         self.rank, self.world = self.accelerator.process_index, self.accelerator.num_processes
-        if settings.batch % (self.world * settings.accumulate):
-            parts = f"{self.world} processes x {settings.accumulate} parts"
-            raise UsageError(f"batch: expected a number that {parts} divide, found {settings.batch}")
         self.optimizer = make_optimizer(task.model, settings)
         self.model, self.optimizer = self.accelerator.prepare(task.model, self.optimizer)
         self.total = settings.steps or settings.epochs * task.batches
         self.progress = Progress()
         self.carry = self._mine(task.begin(settings.batch))
-        self.saved = time.monotonic()
+        self.saved = 0.0  # seconds of training at the last checkpoint
         self.kept = 0  # the checkpoint that this process began with
         snapshot.seed_all(settings.seed + 1_000_003 * self.rank)  # The model was made before, alike in all processes.
 
@@ -154,8 +156,8 @@ class Trainer:
 
     def train(self) -> dict[str, Any]:
         """Until the end, an early stop, or a signal; then the figures of the test part."""
-        with Interruption() as self.interruption, self.display:
-            self.display.begin(self.total)
+        with Interruption() as self.interruption, self.display, self.run:
+            self.display.begin()
             if not checkpoint.numbers(self.run.checkpoints):
                 self.save()
             try:
@@ -169,13 +171,10 @@ class Trainer:
                     self._stop_if_asked()
                     if self._is_saving_due():
                         self.save()
-                result = self.result()
             except Interrupted:
                 self.save()
                 raise
-            finally:
-                self.run.close()
-        return result
+            return self.result()  # All is saved by now, and the model may change its weights.
 
     @property
     def is_done(self) -> bool:
@@ -200,9 +199,9 @@ class Trainer:
         loss = float(self.accelerator.reduce(torch.stack(losses).mean(), "mean"))
         norm = self._clip()
         if not (math.isfinite(loss) and math.isfinite(norm)):
-            raise RunError(
+            raise Diverged(
                 f"step {progress.step + 1}: the loss is {loss}, the norm of the gradient {norm}; nothing was updated, "
-                f"and the last checkpoint in {self.run.checkpoints} is kept. A smaller lr or clip may help."
+                f"and the last checkpoint in {self.run.checkpoints} is kept. In a new run, try a smaller lr."
             )
         lr = rate(self.settings, progress, self.total)
         for group in self.optimizer.param_groups:
@@ -225,7 +224,7 @@ class Trainer:
         progress = self.progress
         progress.step += 1
         progress.units += units
-        spent = torch.tensor(progress.seconds + seconds, dtype=torch.float64)
+        spent = torch.tensor(progress.seconds + seconds, dtype=torch.float64, device=self.accelerator.device)
         progress.seconds = float(self.accelerator.reduce(spent, "mean"))  # All processes must agree on the end.
         progress.index += 1
         if progress.index == self.task.batches:
@@ -244,39 +243,34 @@ class Trainer:
         progress.evaluated = progress.step
         if value < progress.best:
             progress.best, progress.best_step, progress.since_best = value, progress.step, 0
-            progress.best_checkpoint = 0  # the next one
         else:
             progress.since_best += 1
         if self.accelerator.is_main_process:
             named = {f"valid/{name}": figure for name, figure in figures.items()}
             timing = {"seconds": progress.seconds, "speed": progress.units / max(progress.seconds, 1e-9)}
             self.run.log(progress.step, {"epoch": progress.epoch, **named}, timing)
-            self.display.evaluated(progress.step, figures, self.task.measure, value == progress.best)
+            self.display.evaluated(progress.step, figures, value == progress.best)
 
     def _figures(self, part: Literal["valid", "test"]) -> dict[str, float]:
-        training = self.task.model.training
         self.task.model.eval()
         try:
-            with torch.no_grad():
-                return self.task.evaluate(part, self._stop_if_asked)
+            return self.task.evaluate(part, self._stop_if_asked)
         finally:
-            self.task.model.train(training)
+            self.task.model.train()
 
     def result(self) -> dict[str, Any]:
         """The end: the chosen weights on the test part."""
         progress = self.progress
         chosen = progress.step
         if self.settings.weights == "best" and progress.best_step:
-            snapshot.load_model(self.task.model, checkpoint.at(self.run.checkpoints, progress.best_checkpoint))
-            chosen = progress.best_step
-        found = {
+            best = checkpoint.best(self.run.checkpoints, progress.best_checkpoint)
+            snapshot.load_model(self.task.model, best)
+            chosen = best.state["progress"]["step"]
+        return {
             "valid": self._figures("valid"), "test": self._figures("test"), "weights_of_step": chosen,
             "steps": progress.step, "epochs": progress.step / self.task.batches, "seconds": progress.seconds,
             f"{self.task.unit}_per_second": progress.units / max(progress.seconds, 1e-9), "processes": self.world,
         }  # fmt: skip
-        if self.accelerator.is_main_process:
-            self.run.write_json(RESULT, found)
-        return found
 
     # --- Several processes ----------------------------------------------------------------------------------------
 
@@ -298,14 +292,13 @@ class Trainer:
     def _is_saving_due(self) -> bool:
         if self.settings.save_every is not None:
             return self.progress.step % self.settings.save_every == 0
-        if self.world > 1:  # The clocks of several processes do not agree.
-            return False
-        return time.monotonic() - self.saved > SAVE_SECONDS
+        return self.progress.seconds - self.saved > SAVE_SECONDS  # On these seconds all processes agree.
 
     def save(self) -> None:
         """All processes take part; the main one writes."""
         number = checkpoint.next_number(self.run.checkpoints)  # Before the others let the main process write.
-        if self.progress.best_step == self.progress.step and not self.progress.best_checkpoint:
+        before = self.progress.best_checkpoint  # Kept once more, for the checkpoint that still names it.
+        if self.progress.best_step == self.progress.step > 0:
             self.progress.best_checkpoint = number
         generator, others = snapshot.random_numbers()
         generators = self.accelerator.gather(generator[None].to(self.accelerator.device))
@@ -318,10 +311,10 @@ class Trainer:
             tensors |= {f"random.torch.{i}": state for i, state in enumerate(generators)}
             progress = asdict(self.progress) | {"best": None if self.progress.best == math.inf else self.progress.best}
             state = {"progress": progress, "optimizer": numbers, "random": everyone, "logs": self.run.size()}
-            kept = {self.progress.best_checkpoint, self.kept}
+            kept = {self.progress.best_checkpoint, before, self.kept}
             checkpoint.save(self.run.checkpoints, number, Checkpoint(tensors, state), kept)
         self.accelerator.wait_for_everyone()
-        self.saved = time.monotonic()
+        self.saved = self.progress.seconds
 
     def restore(self, found: Checkpoint) -> None:
         """Go on from a checkpoint, also from one of another number of processes."""
@@ -331,8 +324,9 @@ class Trainer:
             progress = found.state["progress"]
             self.progress = Progress(**progress | {"best": math.inf if progress["best"] is None else progress["best"]})
             carry = snapshot.unpack("carry", found.tensors)
-            if carry.keys() != self.carry.keys():
-                raise ValueError(f"carries {sorted(carry)}, where {sorted(self.carry)} was expected")
+            shapes = {name: tensor.shape for name, tensor in self.task.begin(self.settings.batch).items()}
+            if {name: tensor.shape for name, tensor in carry.items()} != shapes:
+                raise ValueError(f"carries {carry}, where {shapes} was expected")
             self.carry = self._mine(carry)
             generators = snapshot.unpack("random.torch", found.tensors)
             if str(self.rank) in generators:

@@ -2,8 +2,11 @@
 
 import json
 import re
+import shutil
 from html.parser import HTMLParser
 from pathlib import Path
+
+import pytest
 
 from subquad_lab.cli import main
 from subquad_lab.experiments import experiment
@@ -44,6 +47,7 @@ def test_the_report_shows_every_run_and_tells_published_figures_apart(trained, o
     published = [row for row in rows if row.get("class") == "published"]
     assert len(published) == len(experiment("language").PUBLISHED)
     assert "published: sigmoid RNN" in page.text
+    assert "figures of different data cannot be compared" in page.text
     ids = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
     assert len(ids) == len(set(ids))
 
@@ -75,6 +79,37 @@ def test_text_of_records_is_escaped(trained, tmp_path):
     assert "alert(2)" not in out.read_text()
     assert {"script", "img"}.isdisjoint({tag for tag, _ in page_of(out).elements})
     assert attack in page_of(out).text
+
+
+def test_runs_of_one_name_in_two_folders_are_told_apart(trained, tmp_path):
+    shutil.copytree(trained, tmp_path / "more" / trained.name)
+    strange = tmp_path / "more" / "a$\\frac$"
+    shutil.copytree(trained, strange)
+    out = tmp_path / "report.html"
+    assert main(["report", str(trained), str(tmp_path / "more" / trained.name), str(strange), "--out", str(out)]) == 0
+    page = page_of(out)
+    assert {"runs/language-001", "more/language-001"} <= set(re.findall(r"\w+/language-001", page.text))
+    ids = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
+    assert len(ids) == len(set(ids))
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("run.json", "{}", "expected 'experiment'"),
+        ("run.json", '{"experiment": "chess", "data": {}, "parameters": {"total": 1}, "versions": {}}', "'chess'"),
+        ("run.json", '{"experiment": "language", "data": [], "parameters": {}, "versions": {}}', "expected 'data'"),
+        ("run.json", '{"experiment": "language", "data": {}, "parameters": {}, "versions": {}}', "the total"),
+        ("result.json", '{"test": [1], "valid": {}}', "expected the figures of the test part"),
+        ("metrics.jsonl", "[1]\n{}\n", "line 1 is no record of figures"),
+        ("metrics.jsonl", '{"step": 1, "loss": "<b>"}\n{}\n', "line 1 is no record of figures"),
+        ("metrics.jsonl", "\udcff\n{}\n", "line 1 is no record of figures"),
+    ],
+)
+def test_records_of_the_wrong_kind_are_told(file, content, message, trained, complaint, tmp_path):
+    (trained / file).write_bytes(content.encode(errors="surrogateescape"))
+    line = complaint(["report", str(trained), "--out", str(tmp_path / "r.html")])
+    assert message in line
 
 
 def test_a_report_of_an_unfinished_run_says_so(trained, tmp_path):

@@ -8,7 +8,7 @@ import pytest
 
 from reading import read_config
 from subquad_lab.cli import main
-from subquad_lab.configs import config_of, given_config
+from subquad_lab.configs import config_of, given_fields
 from subquad_lab.experiments import EXPERIMENTS, experiment
 from subquad_lab.records import Run
 
@@ -53,8 +53,8 @@ def test_another_seed_is_another_run(trained, options):
 def test_options_go_before_the_config_and_a_config_before_a_preset(tmp_path):
     file = tmp_path / "c.yaml"
     file.write_text("lr: 0.5\nwidth: 64\n")
-    found = given_config("language", ["train", "language", "--preset=published", "--config", str(file)])
-    assert (found.lr, found.width, found.batch) == (0.5, 64, 128)
+    found = given_fields("language", ["train", "language", "--preset=published", "--config", str(file)])
+    assert (found["lr"], found["width"], found["batch"]) == (0.5, 64, 128)
 
 
 def test_evaluate_and_runs_and_sample(trained, tmp_path, capfd):
@@ -62,7 +62,9 @@ def test_evaluate_and_runs_and_sample(trained, tmp_path, capfd):
     result = json.loads((trained / "result.json").read_text())
     assert f"perplexity {result['test']['perplexity']:.4g}" in capfd.readouterr().out
     assert main(["runs", "--root", str(tmp_path / "runs")]) == 0
-    assert re.search(r"language-001 .* finished .* perplexity", capfd.readouterr().out)
+    shown = capfd.readouterr().out
+    assert re.match(r"run +experiment +model +data", shown)
+    assert re.search(r"language-001 .* rnn .* finished .* perplexity", shown)
     assert main(["sample", str(trained), "--prompt", "w1 w2", "--count", "3", "--words", "5"]) == 0
     lines = capfd.readouterr().out.splitlines()
     assert len(lines) == 3
@@ -92,7 +94,7 @@ def test_a_finished_run_is_not_trained_again(trained, capfd):
             "--preset: expected one of attention, lstm, published, rnn, sound, found 'best'",
         ),
         (["train", "language", "--config", "no.yaml"], "no.yaml: No such file or directory"),
-        (["train", "language", "--data", "nowhere"], "--data: there is no folder nowhere"),
+        (["train", "language", "--data", "nowhere"], "--data: there is no folder"),
         (["train", "--resume", "nowhere"], "RUN: there is no folder nowhere"),
         (["evaluate", "nowhere"], "RUN: there is no folder nowhere"),
         (["sample", "nowhere"], "RUN: there is no folder nowhere"),
@@ -104,6 +106,17 @@ def test_a_finished_run_is_not_trained_again(trained, capfd):
         (["sweep", "language", "--grid.rate", "1"], "--grid.rate: 'rate' is no field of language"),
         (["sweep", "language", "--grid.lr", "1,x"], "--grid.lr: lr: expected a number, found 'x'"),
         (["sweep", "language", "--span.lr", "2,1"], "--span.lr: expected two numbers, the lower first, found [2, 1]"),
+        (["compare", "language", "--model", "lstm"], "--model: compare trains all models and methods"),
+        (
+            ["sweep", "language", "--grid.lr", "1", "--span.lr", "1,2"],
+            "--span.lr: expected a field that",
+        ),
+        (["sample"], "the following arguments are required: RUN"),
+        (["train", "language", "--width", "1000000"], "width: the model's parameters need"),
+        (["train", "language", "--seed", "9" * 25], "seed: expected a whole number from 0 to below 2^32"),
+        (["train", "language", "--method", "random:100000000000"], "method: random:100000000000 has 100,000,000,000"),
+        (["train", "language", "--data", "/dev/null"], "--data: /dev/null is a file, not a folder"),
+        (["sample", "nowhere", "--seed", "9" * 25], "--seed: expected a whole number >= 0"),
         (["compare"], "EXPERIMENT: expected an experiment, found none"),
     ],
 )

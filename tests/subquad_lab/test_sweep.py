@@ -5,9 +5,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
 
 from reading import read_config
-from subquad_lab import runs
+from subquad_lab import Diverged, RunError, runs
 from subquad_lab.cli import main
 
 
@@ -25,7 +28,6 @@ def test_compare_runs_all_variants_at_equal_size_and_goes_on_where_it_was(text, 
     for name, entry in content.items():
         assert re.search(rf"^{name} .* {entry['test']['perplexity']:.2f} ", shown, re.MULTILINE)
     assert b"<svg" in (out / "compare.svg").read_bytes()
-    assert not re.search(r"not finished", shown)
 
     def refused(*_):
         raise AssertionError("a finished run was trained again")
@@ -80,6 +82,86 @@ def test_sweep_searches_a_span_and_takes_over_what_was_killed(options, tmp_path,
     assert len(set(rates)) == 3
 
 
+def test_a_sweep_does_not_go_on_with_another_config(options, tmp_path, capfd):
+    out = tmp_path / "sweep"
+    arguments = [*sweep_arguments(options, out), "--grid.lr=0.01"]
+    assert main(arguments) == 0
+    for other in ([*arguments, "--dropout=0.5"], [*arguments[:-1], "--grid.lr=0.01,0.1"]):
+        assert main(other) == 2
+        assert "holds a sweep with another config, grid or span; expected a new folder" in capfd.readouterr().err
+
+
+def test_values_of_a_grid_must_fit_each_other(options, tmp_path, capfd):
+    arguments = [*sweep_arguments(options, tmp_path / "sweep"), "--model=transformer", "--grid.width=8,9", "--heads=2"]
+    assert main(arguments) == 2
+    assert "heads: expected a number that divides the width of 9, found 2" in capfd.readouterr().err
+    assert not (tmp_path / "sweep").exists()
+
+
+def test_a_span_of_whole_ends_is_searched_between_them(options, tmp_path):
+    """By the kind of the field, not by how its ends are written."""
+    out = tmp_path / "sweep"
+    arguments = [*sweep_arguments(options, out), "--span.weight-decay=0,1", "--span.width=4,8", "--trials=3"]
+    assert main(arguments) == 0
+    configs = [read_config(out / f"trial-{i:03d}") for i in range(3)]
+    assert all(0 < config["weight_decay"] < 1 for config in configs)
+    assert all(isinstance(config["width"], int) for config in configs)
+
+
+def test_a_trial_that_diverges_fails_and_a_full_disk_ends_the_sweep(options, tmp_path, capfd, monkeypatch):
+    out = tmp_path / "sweep"
+    arguments = [*sweep_arguments(options, out), "--grid.lr=0.01,0.1"]
+    start = runs.start
+
+    def full(*_):
+        raise RunError("cannot write: No space left on device")
+
+    monkeypatch.setattr(runs, "start", full)
+    assert main(arguments) == 1
+
+    def diverged(*given):
+        if given[-1] == "trial-000":
+            raise Diverged("the loss is nan")
+        return start(*given)
+
+    monkeypatch.setattr(runs, "start", diverged)
+    capfd.readouterr()
+    assert main(arguments) == 0
+    shown = capfd.readouterr().out
+    assert "trial-000: the loss is nan" in shown
+    assert "trial-001  perplexity" in shown
+    assert "1 trials failed, 0 are run by another process" in shown
+
+
+def test_a_trial_killed_before_it_had_all_its_values_gets_them(options, tmp_path, monkeypatch):
+    from optuna.trial import Trial
+
+    out = tmp_path / "sweep"
+    arguments = [*sweep_arguments(options, out), "--grid.lr=0.01,0.1", "--grid.width=4,6"]
+    suggest = Trial.suggest_categorical
+
+    def killed(trial, field, options):
+        if field == "width":
+            raise KeyboardInterrupt
+        return suggest(trial, field, options)
+
+    monkeypatch.setattr(Trial, "suggest_categorical", killed)
+    assert main(arguments) == 130
+    monkeypatch.setattr(Trial, "suggest_categorical", suggest)
+    assert main(arguments) == 0
+    configs = [read_config(path) for path in sorted(out.glob("trial-*"))]
+    tried = sorted((config["lr"], config["width"]) for config in configs)
+    assert tried == [(0.01, 4), (0.01, 6), (0.1, 4), (0.1, 6)]
+
+
+@pytest.mark.parametrize("command", ["sweep", "compare"])
+def test_several_processes_are_refused_where_each_run_may_have_them(command, options, tmp_path, complaint, monkeypatch):
+    monkeypatch.setattr(runs, "processes", lambda: SimpleNamespace(num_processes=2, is_main_process=True))
+    searched = ["--grid.lr=0.1"] if command == "sweep" else []
+    line = complaint([command, "language", *options, *searched])
+    assert f"{command}: expected one process, found 2; start it without torchrun" in line
+
+
 def test_two_processes_share_a_sweep(options, tmp_path):
     out = tmp_path / "sweep"
     arguments = [sys.executable, "-m", "subquad_lab", *sweep_arguments(options, out), "--grid.lr=0.001,0.01,0.1,1.0"]
@@ -90,3 +172,5 @@ def test_two_processes_share_a_sweep(options, tmp_path):
     assert trials == ["trial-000", "trial-001", "trial-002", "trial-003"]
     assert all((out / name / "result.json").exists() for name in trials)
     assert max(out.count("perplexity") for out, _ in texts) == 4
+    trained = [err.count("validation:") for _, err in texts]
+    assert sum(trained) == 4  # None was run twice.

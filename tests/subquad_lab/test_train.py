@@ -9,11 +9,12 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
-from subquad_lab import RunError, UsageError, checkpoint, runs, snapshot
+from subquad_lab import RunError, UsageError, checkpoint, files, runs, snapshot
 from subquad_lab.checkpoint import Checkpoint, Damaged
 from subquad_lab.configs import config_of
 from subquad_lab.experiments import language
@@ -89,6 +90,95 @@ def test_a_run_without_its_random_numbers_would_not_be_the_same(text, tmp_path, 
         runs.start("language", config, tmp_path, "cut")
     run, _ = runs.resume(tmp_path / "cut")
     assert final(run)[1] != final(whole)[1]
+
+
+@pytest.mark.parametrize("part", ["valid", "test"])
+def test_a_signal_during_an_evaluation_loses_nothing(part, text, tmp_path, monkeypatch):
+    """Also during the last ones, for which the best weights are in the place of the last."""
+    wild = dict(lr=1.0, clip=None, schedule="constant", warmup=0)
+    config = tiny(text, "lstm", evaluate_every=10, **wild)
+    whole, result = runs.start("language", config, tmp_path, "whole")
+    assert result["weights_of_step"] < 30
+    evaluate, seen = language.Language.evaluate, []
+
+    def stopped(task, of, check):
+        seen.append(of)
+        if of == part and len(seen) >= 3:
+            raise Interrupted(signal.SIGINT)
+        return evaluate(task, of, check)
+
+    monkeypatch.setattr(language.Language, "evaluate", stopped)
+    with pytest.raises(Interrupted):
+        runs.start("language", config, tmp_path, "cut")
+    monkeypatch.setattr(language.Language, "evaluate", evaluate)
+    run, again = runs.resume(tmp_path / "cut")
+    assert_same(run, whole)
+    assert again["test"] == result["test"]
+
+
+def test_a_run_that_was_not_evaluated_yet_is_used_as_it_is(text, tmp_path, monkeypatch):
+    after_step = Trainer._stop_if_asked
+
+    def stop(trainer: Trainer) -> None:
+        after_step(trainer)
+        if trainer.progress.step == 20:
+            raise Interrupted(signal.SIGTERM)
+
+    monkeypatch.setattr(Trainer, "_stop_if_asked", stop)
+    with pytest.raises(Interrupted):
+        runs.start("language", tiny(text, evaluate_every=30), tmp_path, "cut")
+    _, task = runs.trained(tmp_path / "cut")
+    newest = checkpoint.newest(Run(tmp_path / "cut").checkpoints)
+    assert newest.state["progress"]["step"] == 20
+    for name, weight in snapshot.unpack("model", newest.tensors).items():
+        assert torch.equal(task.model.state_dict()[name], weight)
+
+
+def test_where_the_best_checkpoint_is_damaged_the_newest_is_used(text, tmp_path, capsys):
+    run, _ = runs.start("language", tiny(text), tmp_path)
+    best = checkpoint.newest(run.checkpoints).state["progress"]["best_checkpoint"]
+    checkpoint.save(
+        run.checkpoints, checkpoint.next_number(run.checkpoints), checkpoint.newest(run.checkpoints), {best}
+    )
+    (run.checkpoints / f"{best:08d}" / checkpoint.TENSORS).write_bytes(b"no")
+    runs.trained(run.folder)
+    assert "the newest is used, not the best" in capsys.readouterr().err
+
+
+def test_minutes_end_a_run(text, tmp_path):
+    _, result = runs.start("language", tiny(text, steps=100_000, minutes=0.02, evaluate_every=1000), tmp_path)
+    assert 1.2 <= result["seconds"] < 5
+    assert result["steps"] < 100_000
+
+
+@pytest.mark.parametrize("file", ["metrics.jsonl", "timing.jsonl", "result.json", "curves.svg", "events"])
+def test_a_full_disk_is_told_whatever_is_written(file, text, tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    if file == "events":
+        from torch.utils.tensorboard import SummaryWriter
+
+        monkeypatch.setattr(SummaryWriter, "add_scalar", full)
+    elif file.endswith("jsonl"):
+        opened = Path.open
+
+        def open_(path, *given, **named):
+            return full() if path.name == file else opened(path, *given, **named)
+
+        monkeypatch.setattr(Path, "open", open_)
+    else:
+        write = files.write_synced
+
+        def write_(path, content):
+            return full() if file in path.name else write(path, content)
+
+        monkeypatch.setattr(files, "write_synced", write_)
+    with pytest.raises(RunError, match=rf"cannot write .*{file}: No space left on device"):
+        runs.start("language", tiny(text, steps=3), tmp_path, "full")
+    monkeypatch.undo()
+    _, result = runs.resume(tmp_path / "full")
+    assert result["steps"] == 3
 
 
 def test_a_crash_between_checkpoints_is_made_good(text, tmp_path, monkeypatch):
@@ -222,6 +312,9 @@ def test_the_rate_follows_its_schedule():
     ("fields", "message"),
     [
         (dict(batch=0), "batch: expected a whole number >= 1, found 0"),
+        (dict(minutes=0.0), "minutes: expected a number above 0, found 0.0"),
+        (dict(clip=0.0), "clip: expected a number above 0, found 0.0"),
+        (dict(seed=-1), "seed: expected a whole number from 0 to below 2^32, found -1"),
         (dict(lr=-1.0), "lr: expected a number >= 0, found -1.0"),
         (dict(lr=math.nan), "lr: expected a number >= 0, found nan"),
         (dict(batch=8, accumulate=3), "accumulate: expected a number that divides the batch of 8, found 3"),
@@ -256,8 +349,9 @@ def test_other_data_are_not_trained_on(text, tmp_path):
     (run.folder / "result.json").unlink()
     train = text / "train.txt"
     train.write_text(train.read_text().replace("w3", "w4", 1))
-    with pytest.raises(UsageError, match="the data are not those that the run began with"):
-        runs.resume(run.folder)
+    for use in (runs.resume, runs.trained):
+        with pytest.raises(UsageError, match="the data are not those that the run began with"):
+            use(run.folder)
 
 
 def test_two_processes_do_not_train_one_run(text, tmp_path):

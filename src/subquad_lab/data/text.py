@@ -14,6 +14,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -48,11 +49,14 @@ class Corpus:
     valid: Tensor
     test: Tensor
 
-    def numbers(self, text: str) -> list[int]:
-        """Of the words of a text, as the training text has them."""
-        place = {word: i for i, word in enumerate(self.words)}
-        split = text.split() if all(word in place for word in text.split()) else words_of(text)
-        return [place.get(word, place.get(UNKNOWN, 0)) for word in split]
+    @cached_property
+    def numbers(self) -> dict[str, int]:
+        return {word: i for i, word in enumerate(self.words)}
+
+    def split(self, text: str) -> list[str]:
+        """The words of a text as the training text has them: between spaces, if all of those are known."""
+        words = text.split()
+        return words if all(word in self.numbers for word in words) else words_of(text)
 
     def text(self, numbers: Iterable[int]) -> str:
         return " ".join(self.words[i] for i in numbers)
@@ -64,7 +68,8 @@ def load_text(folder: str | None = None) -> Corpus:
         return _corpus("Python's documentation topics", embedded(), RARE)
     path = Path(folder)
     if not path.is_dir():
-        raise UsageError(f"--data: there is no folder {path}")
+        what = f"{path} is a file, not a folder" if path.exists() else f"there is no folder {path}"
+        raise UsageError(f"--data: {what}")
     try:
         present = {file.name for file in path.iterdir()}
     except OSError as error:
@@ -76,8 +81,8 @@ def load_text(folder: str | None = None) -> Corpus:
             if missing:
                 raise UsageError(f"--data: {path} has no {missing[0]}, which belongs to {name}")
             contents = {part: read(path / file) for part, file in files.items()}
-            if name == "Penn Treebank":
-                _check_treebank(path, contents)
+            if name == "Penn Treebank" and not _is_treebank(path, contents):
+                name += ", changed"
             return _corpus(name, {part: lines_of(content) for part, content in contents.items()}, 1)
     return _corpus(path.name, _plain(path), RARE)
 
@@ -110,6 +115,8 @@ def _split(texts: dict[str, list[str]]) -> dict[str, list[str]]:
 
 def read(path: Path) -> str:
     """The text of a file; what is no text is named."""
+    if not path.is_file():
+        raise UsageError(f"--data: {path} is no plain file")
     try:
         content = path.read_bytes()
     except OSError as error:
@@ -124,7 +131,7 @@ def read(path: Path) -> str:
 
 def lines_of(text: str) -> list[str]:
     """Prepared text: words between spaces, a sentence to a line."""
-    return [word for line in text.splitlines() for word in (*line.split(), END)]
+    return [word for line in text.removesuffix("\n").split("\n") for word in (*line.split(), END)]
 
 
 def paragraphs_of(text: str) -> list[str]:
@@ -136,12 +143,16 @@ def words_of(text: str) -> list[str]:
     return re.findall(r"\w+|[^\w\s]", text.lower())
 
 
-def _check_treebank(folder: Path, contents: dict[str, str]) -> None:
+def _is_treebank(folder: Path, contents: dict[str, str]) -> bool:
+    """Whether the files are those that published figures are of; of each other one, a line on the standard error."""
+    same = True
     for part, content in contents.items():
         found = hashlib.md5(content.encode(), usedforsecurity=False).hexdigest()
         if found != PTB_MD5[part]:
             print(f"subquad: warning: {folder / NAMES['Penn Treebank'].format(part)}: MD5 {found}, expected "
                   f"{PTB_MD5[part]}: figures may not compare to published ones", file=sys.stderr)  # fmt: skip
+            same = False
+    return same
 
 
 def _corpus(name: str, parts: dict[str, list[str]], rare: int) -> Corpus:

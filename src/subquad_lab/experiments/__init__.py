@@ -15,10 +15,13 @@ class Experiment(Protocol):
     Config: type[Training]
     MEASURE: str  # of its figures, what is best when it is smallest
     UNIT: str  # what is counted for the speed
-    PUBLISHED: list[dict[str, Any]]  # figures of others, for the report: what, figure, where
+    PUBLISHED: list[dict[str, Any]]  # figures of others, for the report: of what, on which data
 
     def build(self, config: Any) -> Task:
         """The model and its data; all randomness from torch's generator, which was seeded."""
+
+    def label(self, config: Any) -> str:
+        """What tells a run apart from others, in a few words."""
 
     def variants(self, config: Any) -> dict[str, Any]:
         """What `subquad compare` runs: configs by name."""

@@ -8,6 +8,7 @@ of one step alone.
 """
 
 import math
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -24,11 +25,13 @@ from subquad_lab.train import Carry, Rows, Training
 
 MEASURE, UNIT = "perplexity", "words"
 PIECE = 4096  # words that are evaluated at once
+MOST_FEATURES = 1 << 16
+COPIES = 4  # of the parameters: themselves, their gradients, and what Adam keeps of both
 STREAMS = 16  # of an evaluation: each begins without a state, so they are few
 
 PUBLISHED = [
-    {"what": "sigmoid RNN, embedding 256, width 512, Penn Treebank", "measure": "test perplexity", "figure": 164},
-    {"what": "sigmoid RNN, embedding 2048, width 4096, Penn Treebank", "measure": "test perplexity", "figure": 140},
+    {"what": "sigmoid RNN, embedding 256, width 512", "data": "Penn Treebank", "figure": 164},
+    {"what": "sigmoid RNN, embedding 2048, width 4096", "data": "Penn Treebank", "figure": 140},
 ]
 
 
@@ -95,7 +98,11 @@ class Config(Training):
         if self.model == "transformer" and self.width % self.heads:
             raise UsageError(f"heads: expected a number that divides the width of {self.width}, found {self.heads}")
         if self.model == "transformer":
-            parse_method(self.method)
+            features = parse_method(self.method)
+            size = features.size(self.width // self.heads) if hasattr(features, "size") else 0
+            if size > MOST_FEATURES:
+                raise UsageError(f"method: {self.method} has {size:,} features at width {self.width // self.heads}; "
+                                 f"expected at most {MOST_FEATURES:,}")  # fmt: skip
 
 
 def make_model(config: Config, words: int) -> nn.Module:
@@ -116,6 +123,11 @@ class Language:
 
     def __init__(self, config: Config, corpus: Corpus) -> None:
         self.config, self.corpus = config, corpus
+        needed = COPIES * 4 * count_parameters(config, len(corpus.words))
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        if needed > memory:
+            raise UsageError(f"width: the model's parameters need {needed / 2**30:,.0f} GiB to be trained; this machine "
+                             f"has {memory / 2**30:,.0f} GiB")  # fmt: skip
         self.model = make_model(config, len(corpus.words))
         length = (len(corpus.train) - 1) // config.batch
         self.batches = length // config.context
@@ -160,8 +172,8 @@ class Language:
         pairs = (x.view(STREAMS, length).split(piece, 1) for x in (inputs, targets))
         total, carry = torch.zeros((), dtype=torch.float64), self.begin(STREAMS).get("state")
         for x, y in zip(*pairs, strict=True):
-            check()
             for rows, wanted in _fitting(x.to(device), y.to(device), self.carries):
+                check()
                 logits, state = self.model(rows, carry)
                 loss = F.cross_entropy(logits.flatten(0, 1), wanted.flatten(), ignore_index=-100, reduction="sum")
                 total += loss.double().cpu()
@@ -172,14 +184,17 @@ class Language:
     def sample(self, prompt: str, count: int, temperature: float, top_k: int | None, top_p: float | None,
                seed: int) -> str:  # fmt: skip
         """The prompt, and what the model says after it up to the end of the sentence."""
-        place = {word: i for i, word in enumerate(self.corpus.words)}
-        numbers = self.corpus.numbers(prompt)
-        if not numbers:
+        place, words = self.corpus.numbers, self.corpus.split(prompt)
+        if not words:
             raise UsageError("--prompt: expected at least one word, found none")
-        unknown = [word for word, i in zip(prompt.split(), numbers, strict=False) if i == place[UNKNOWN]]
-        if unknown and UNKNOWN not in prompt:
-            raise UsageError(f"--prompt: the model does not know the word {unknown[0]!r}")
+        for word in words:
+            if word not in place:
+                raise UsageError(f"--prompt: the model does not know the word {word!r}")
+        numbers = [place[word] for word in words]
         if self.config.model == "transformer" and self.config.positions == "learned":
+            if len(numbers) >= self.config.context:
+                raise UsageError(f"--prompt: learned positions have room for {self.config.context} words, found "
+                                 f"{len(numbers)} and none to add")  # fmt: skip
             count = min(count, self.config.context - len(numbers))
         generator = torch.Generator().manual_seed(seed)
         self.model.eval()
@@ -202,11 +217,18 @@ METHODS = ("exact", "taylor:2", "random:64", "linear:elu", "separable")
 
 def variants(config: Config) -> dict[str, Config]:
     """The Transformer with each method, and recurrent models with as many parameters; all else is equal."""
+    if config.model != "transformer" or config.method != "exact":
+        raise UsageError("--model: compare trains all models and methods; expected neither --model nor --method")
     words = len(load_text(config.data).words)
     base = replace(config, model="transformer")
     total = count_parameters(base, words)
     recurrent = {name: matched(replace(config, model=name, layers=1), words, total) for name in ("lstm", "rnn")}
     return {method: replace(base, method=method) for method in METHODS} | recurrent
+
+
+def label(config: Config) -> str:
+    """What tells a run apart from others."""
+    return f"{config.model}, {config.method}" if config.model == "transformer" else config.model
 
 
 def matched(config: Config, words: int, total: int) -> Config:

@@ -122,8 +122,6 @@ class Block(nn.Module):
 
     def __init__(self, width: int, heads: int, dropout: float, method: Any, rotary: bool) -> None:
         super().__init__()
-        if width % heads:
-            raise ValueError(f"heads: expected a number that divides the width of {width}, got {heads}")
         self.heads, self.rotary, self.method = heads, rotary, method
         self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
         self.inward, self.outward = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
@@ -195,7 +193,7 @@ def choose(
     """A word: among the top_k most likely, and among the fewest that together have a share of at least top_p."""
     if temperature == 0:
         return scores.argmax()
-    ordered, words = (scores / temperature).sort(descending=True, stable=True)
+    ordered, words = ((scores - scores.max()) / temperature).sort(descending=True, stable=True)
     ordered, words = ordered[:top_k], words[:top_k]
     shares = F.softmax(ordered, -1)
     if top_p is not None:
