@@ -126,8 +126,8 @@ class Language:
         needed = COPIES * 4 * count_parameters(config, len(corpus.words))
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         if needed > memory:
-            raise UsageError(f"width: the model's parameters need {needed / 2**30:,.0f} GiB to be trained; this machine "
-                             f"has {memory / 2**30:,.0f} GiB")  # fmt: skip
+            raise UsageError(f"width: the model's parameters need {needed / 2**30:,.0f} GiB to be trained, of "
+                             f"{memory / 2**30:,.0f} GiB that this machine has")  # fmt: skip
         self.model = make_model(config, len(corpus.words))
         length = (len(corpus.train) - 1) // config.batch
         self.batches = length // config.context
