@@ -28,6 +28,7 @@ from subquad_lab.records import METRICS, Run
 from subquad_lab.snapshot import unpack
 
 LONGEST = 1.0  # seconds before a kill
+STEPS = 60  # of the run, for each kill
 
 
 def write_text(folder: Path) -> None:
@@ -47,6 +48,8 @@ def killed_after(seconds: float, root: Path, config: Config) -> None:
         finally:
             os._exit(0)
     time.sleep(seconds)
+    if os.waitpid(child, os.WNOHANG)[0]:
+        raise SystemExit("the run ended before all kills were made: it needs more steps")
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
 
@@ -66,7 +69,7 @@ def main() -> None:
         root = Path(name)
         write_text(root / "text")
         sizes = dict(model="lstm", embedding=16, width=16, layers=1, context=5, batch=4)
-        config = Config(data=str(root / "text"), steps=12 * kills, evaluate_every=40, save_every=1, **sizes)
+        config = Config(data=str(root / "text"), steps=STEPS * kills, evaluate_every=200, save_every=1, **sizes)
         whole = runs.start("language", config, root, "whole")[0]
         found: Counter[str] = Counter()
         steps = [0]
@@ -91,8 +94,8 @@ def main() -> None:
     page = [f"# A training run killed {kills} times, {today()}", machine()]
     page.append("\n".join(["| after a kill | times |", "|---|---:|", *lines]))
     page.append(
-        f"Step of the last kill: {steps[-1]:,} of {12 * kills:,}. At the end, to the bit, against a run that was never "
-        f"stopped: parameters {'equal' if same_weights else 'NOT equal'}, log {'equal' if same_log else 'NOT equal'}."
+        f"Step of the last kill: {steps[-1]:,} of {STEPS * kills:,}. At the end, to the bit, against a run that was "
+        f"never stopped: parameters {'equal' if same_weights else 'NOT equal'}, log {'equal' if same_log else 'NOT equal'}."
     )
     write_page("crashes", "\n\n".join(page) + "\n", rows)
 
