@@ -93,9 +93,11 @@ def main() -> None:
     lines = [f"| {what} | {count} |" for what, count in found.items()]
     page = [f"# A training run killed {kills} times, {today()}", machine()]
     page.append("\n".join(["| after a kill | times |", "|---|---:|", *lines]))
+    verdict = {True: "equal", False: "NOT equal"}
+    page.append(f"Step of the last kill: {steps[-1]:,} of {STEPS * kills:,}.")
     page.append(
-        f"Step of the last kill: {steps[-1]:,} of {STEPS * kills:,}. At the end, to the bit, against a run that was "
-        f"never stopped: parameters {'equal' if same_weights else 'NOT equal'}, log {'equal' if same_log else 'NOT equal'}."
+        f"At the end, to the bit, against a run that was never stopped: parameters {verdict[same_weights]}, log "
+        f"{verdict[same_log]}."
     )
     write_page("crashes", "\n\n".join(page) + "\n", rows)
 
