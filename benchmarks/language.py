@@ -23,8 +23,8 @@ from subquad_lab.records import ABOUT, RESULT, Run
 
 PROMPT, SENTENCES = "in palo alto", 5
 LONG = 4096  # words of context for the speed
-COLUMNS = "| run | command | parameters | epochs | training | words/s | validation | test |"
-RULE = "|---|---|---:|---:|---:|---:|---:|---:|"
+COLUMNS = "| run | command | parameters | epochs | threads | training | words/s | validation | test |"
+RULE = "|---|---|---:|---:|---:|---:|---:|---:|---:|"
 
 
 def preset(name: str, data: str) -> Config:
@@ -60,6 +60,7 @@ def line(name: str, options: str, run: Run) -> str:
     values = " | ".join(f"{result[part]['perplexity']:.1f}" for part in ("valid", "test"))
     return (
         f"| {name} | `subquad train language {options} --data ptb` | {total:,} | {result['epochs']:.1f} | "
+        f"{about['versions']['threads']} | "
         f"{result['seconds'] / 60:.1f} min | {speed:,.0f} | {values} |"
     )
 
