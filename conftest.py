@@ -20,13 +20,15 @@ def calibrated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     os.environ["SUBQUAD_CACHE"] = str(folder)
     import torch
 
-    from subquad import _calibration as module
+    from subquad._cache import file_of, machine
+    from subquad._calibration import grid
+    from subquad._times import name_of
 
-    names = {module._name(*call): call[1] for call in module.grid()}
+    names = {name_of(*call): call[1] for call in grid()}
     found = {name: [c * (3 if "training" in name else 1) for c in COEFFICIENTS[form]] for name, form in names.items()}
     for threads in {1, torch.get_num_threads()}:
-        of = module.machine(torch.device("cpu"), torch.float32) | {"threads": threads}
-        module._file(of).write_text(json.dumps({"machine": of, "coefficients": found}))
+        of = machine(torch.device("cpu"), torch.float32) | {"threads": threads}
+        file_of(of).write_text(json.dumps({"machine": of, "coefficients": found}))
     yield
     if before is None:
         del os.environ["SUBQUAD_CACHE"]

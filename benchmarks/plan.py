@@ -24,10 +24,12 @@ from rich.progress import track
 
 import subquad
 from subquad import Exact, Linear, Plan, RandomFeatures, Separable, Taylor
-from subquad._calibration import Calibration, _calibrate_into, _file, calibrate, fitted, grid, one_turn
-from subquad._calibration import machine as machine_of
+from subquad._cache import calibrate_into, file_of
+from subquad._cache import machine as machine_of
+from subquad._calibration import calibrate, fitted, grid, one_turn
 from subquad._methods import Approximation, Named
 from subquad._plan import describe, taylor
+from subquad._times import Calibration
 from subquad_lab.measure import best_seconds
 
 WIDTHS, LENGTHS, RANGES = (16, 32, 64, 128), (256, 512, 1024, 2048, 4096, 8192), (0.1, 0.5, 1.5)
@@ -144,7 +146,7 @@ def use(folder: str, calibration: Calibration) -> None:
     """From now on `plan` predicts by this one."""
     os.environ["SUBQUAD_CACHE"] = folder
     of = machine_of(torch.device("cpu"), torch.float32)
-    _calibrate_into(_file(of), of, lambda: calibration)
+    calibrate_into(file_of(of), of, lambda: calibration)
 
 
 @torch.no_grad()

@@ -1,10 +1,15 @@
-"""Property tests draw the same examples in every run: a failure is then the change's, not the draw's."""
+"""For all tests: the same examples in every run, so that a failure is the change's and not the draw's; and fixtures."""
 
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import settings
+
+from subquad import _calibration
+from subquad._times import work
 
 settings.register_profile("subquad", derandomize=True, deadline=None, print_blob=True)
 settings.load_profile("subquad")
@@ -17,3 +22,17 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """An empty cache, and a machine that takes 1 nanosecond for each unit of work; the methods measured on it."""
+    measured: list[Any] = []
+
+    def known(method: Any, form: str, shape: Any, device: object, dtype: object, before: float) -> float:
+        measured.append(method)
+        return 1e-9 * sum(work(method, form, shape))
+
+    monkeypatch.setenv("SUBQUAD_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(_calibration, "measured_seconds", known)
+    return measured

@@ -20,10 +20,10 @@ from torch import Tensor
 from subquad._error import Error, check_max_error
 
 if TYPE_CHECKING:
-    from subquad._calibration import Shape
     from subquad._features import RandomFeatures, Taylor
     from subquad._methods import Approximation, Named
     from subquad._sample import Call
+    from subquad._times import Shape
 
 SIGMAS = 3.0  # standard errors that a sum over sampled rows may be off by
 GAIN = 0.8  # An approximation must be expected to take at most this share of exact attention's time.
@@ -149,7 +149,7 @@ def _chosen(call: "Call", training: bool, auto: Auto) -> Choice:
 
 
 def _shape(call: "Call", training: bool) -> "Shape":
-    from subquad._calibration import Shape
+    from subquad._times import Shape
 
     lay = call.layout
     return Shape(lay.queries, lay.keys, lay.width, lay.value_width, lay.key_heads * lay.group, lay.key_heads,
@@ -158,7 +158,7 @@ def _shape(call: "Call", training: bool) -> "Shape":
 
 def _quicker(query: Tensor, shape: "Shape", check_rows: int) -> "list[Taylor | RandomFeatures]":
     """Methods that should take less time than exact attention, the quickest first; the check of rows included."""
-    from subquad._calibration import cached
+    from subquad._cache import cached
     from subquad._cost import cost
     from subquad._features import Exact, RandomFeatures
     from subquad._plan import taylor

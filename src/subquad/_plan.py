@@ -1,6 +1,6 @@
 """Which method to take: the quickest that keeps a wanted error, and the reason in a sentence.
 
-time      from the calibration of this machine (`_calibration`)
+time      from the calibration of this machine (`_times`)
 memory    counted (`_cost`)
 error     from the range of the logits (`_error`), or measured on a sample (`_sample`)
 """
@@ -13,13 +13,15 @@ from math import ceil, comb, inf, log10, sqrt
 import torch
 from torch import Tensor
 
-from subquad._calibration import Calibration, Progress, Shape, calibration, form_of
+from subquad._cache import calibration
+from subquad._calibration import Progress
 from subquad._cost import cost, find_crossover
 from subquad._error import Error, LogitRange, as_range, check_max_error, error, needed_degree, needed_features
 from subquad._features import Exact, Linear, RandomFeatures, Taylor
 from subquad._methods import Approximation, Named
 from subquad._sample import MARGIN, Call, exact_rows, method_rows, pick_rows, relative
 from subquad._separable import Separable
+from subquad._times import Calibration, Shape, form_of
 
 MOST_FEATURES = 1 << 14  # of a candidate
 HOPELESS = 1 << 26  # features, more than any sequence has tokens: then it does not matter how the logits are spread

@@ -6,6 +6,7 @@ from safetensors.torch import save_file
 
 import subquad
 from subquad import _calibration
+from subquad._times import work
 from subquad_lab.cli import main
 from subquad_lab.planning import MOST, competing
 
@@ -23,7 +24,7 @@ def machine(cache, monkeypatch):
 
     def seconds(method, form, shape, device, dtype, known):
         width = 2 * shape.head_dim if isinstance(method, subquad.Exact) else 1  # its work is counted in pairs
-        return 1e-4 + 1e-10 * width * sum(_calibration.work(method, form, shape))
+        return 1e-4 + 1e-10 * width * sum(work(method, form, shape))
 
     monkeypatch.setattr(_calibration, "measured_seconds", seconds)
     monkeypatch.setenv("SUBQUAD_CACHE", str(cache))
