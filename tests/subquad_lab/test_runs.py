@@ -6,7 +6,7 @@ from dataclasses import fields
 
 import pytest
 
-from reading import read_config
+from small_runs import read_config
 from subquad_lab.cli import main
 from subquad_lab.configs import config_of, given_fields
 from subquad_lab.experiments import EXPERIMENTS, experiment

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from reading import read_config
+from small_runs import read_config
 from subquad_lab import Diverged, RunError, runs
 from subquad_lab.cli import main
 
