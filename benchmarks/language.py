@@ -111,7 +111,9 @@ def main() -> None:
         task = runs.trained(done[best].folder)[1]
         page.append(f"## Sentences of {best}, temperature 1")
         page.append("\n".join(f"- {task.sample(PROMPT, 40, 1.0, None, None, seed)}" for seed in range(SENTENCES)))
-        (FOLDER / f"language_{today()}.svg").write_bytes(compared(done, "perplexity"))
+        (FOLDER / f"language_{today()}.svg").write_bytes(
+            compared({name: [run] for name, run in done.items()}, "perplexity")
+        )
     write_page("language", "\n\n".join(page) + "\n", [{"run": name, **result} for name, result in results.items()])
 
 

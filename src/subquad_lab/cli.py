@@ -112,14 +112,13 @@ def train(experiment: str | None, config: Any, out: str, resume: str | None) -> 
     """
     from pathlib import Path
 
-    from subquad_lab import runs
+    from subquad_lab import series
 
     if resume is not None and experiment is not None:
         raise UsageError(f"--resume: give either an experiment or --resume RUN, not both; found {experiment!r} too")
     if resume is None and experiment is None:
         raise UsageError("EXPERIMENT: expected an experiment, or --resume RUN, found neither")
-    run, result = runs.resume(resume) if experiment is None else runs.start(experiment, config, Path(out))
-    runs.print_result(run, result)
+    series.print_result(series.resume(resume) if experiment is None else series.train(experiment, config, Path(out)))
 
 
 def compare(experiment: str | None, config: Any, out: str) -> None:
@@ -155,15 +154,16 @@ def _named(experiment: str | None) -> str:
 
 
 def evaluate(run: str, part: Literal["valid", "test"] = "test") -> None:
-    """Figures of a run's weights on a part of its data.
+    """Figures of a run's weights on a part of its data; of a series, those of its best run.
 
     Args:
         run: Folder of the run.
         part: valid or test.
     """
     from subquad_lab import runs
+    from subquad_lab.series import chosen
 
-    runs.print_figures(runs.evaluate(run, part))
+    print(runs.figures(runs.evaluate(chosen(run), part)))
 
 
 def runs(root: str = "runs") -> None:
@@ -221,7 +221,19 @@ def sample(
     say(run, prompt, count, words, temperature, top_k, top_p, seed)
 
 
-COMMANDS = (demo, plan, bench, train, evaluate, compare, sweep, runs, sample, report)
+def predict(run: str, images: list[str]) -> None:
+    """Say which class a trained image model takes each picture for, and how sure it is.
+
+    Args:
+        run: Folder of the run; of a series, its best run speaks.
+        images: Files of pictures.
+    """
+    from subquad_lab.predicting import run as say
+
+    say(run, images)
+
+
+COMMANDS = (demo, plan, bench, train, evaluate, compare, sweep, runs, sample, predict, report)
 OF_EXPERIMENTS = {"train": "runs", "compare": "compare", "sweep": "sweep"}  # and the folders that they write into
 
 

@@ -1,60 +1,97 @@
-"""`subquad compare`: the variants of an experiment with the same data, steps and seed, in one table and one plot."""
+"""`subquad compare`: the variants of an experiment with the same data, steps and seeds, in one table and one plot."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from subquad_lab import RunError, UsageError, runs
+from subquad_lab import RunError, runs
+from subquad_lab.chance import Interval, difference
+from subquad_lab.classification import Predictions
 from subquad_lab.experiments import experiment
 from subquad_lab.files import write_whole
 from subquad_lab.plots import compared
-from subquad_lab.records import ABOUT, Run
+from subquad_lab.series import Series, train
 from subquad_lab.train import Training
 
 COLUMNS = ("variant", "parameters", "validation", "test", "steps", "training", "speed")
 
 
 def run(name: str, config: Training, out: Path) -> None:
-    """Train what is not trained yet, then print and write the table and the plot."""
+    """Train what is not trained yet, then print and write the table, the verdicts and the plot."""
     runs.alone("compare")
     variants = experiment(name).variants(config)
-    done: dict[str, Run] = {}
-    results: dict[str, dict[str, Any]] = {}
+    done: dict[str, Series] = {}
     for i, (variant, own) in enumerate(variants.items(), 1):
-        folder = variant.replace(":", "-")
         print(f"{i} of {len(variants)}: {variant}", flush=True)
-        if (out / folder).is_dir() and (out / folder / ABOUT).is_file():
-            if runs.config_of(Run.open(out / folder))[1] != runs.settled(own):
-                raise UsageError(f"--out: {out / folder} is a run with another config; expected a new folder")
-            done[variant], results[variant] = runs.resume(out / folder)
-        else:
-            done[variant], results[variant] = runs.start(name, own, out, folder)
+        done[variant] = train(name, own, out, variant.replace(":", "-").replace(" ", "-"))
     measure, unit = experiment(name).MEASURE, experiment(name).UNIT
-    rows = [cells(variant, done[variant], results[variant], measure, unit) for variant in variants]
-    content = {variant: {**results[variant], **done[variant].about()} for variant in variants}
+    rows = [cells(variant, series, measure, unit) for variant, series in done.items()]
+    found = differences(done, measure)
+    content: dict[str, dict[str, Any]] = {
+        variant: {"runs": [{**run.about(), **result} for run, result in zip(series.runs, series.results, strict=True)]}
+        for variant, series in done.items()
+    }  # fmt: skip
+    for variant, interval in found.items():
+        content[variant]["first_less_this"] = asdict(interval)
     try:
         write_whole(out / "compare.json", json.dumps(content, indent=1).encode())
-        write_whole(out / "compare.svg", compared(done, measure))
+        write_whole(out / "compare.svg", compared({variant: series.runs for variant, series in done.items()}, measure))
     except OSError as error:
         raise RunError(f"cannot write into {out}: {error.strerror}") from error
+    show(f"{name}: {measure}", rows)
+    first, *_ = done.values()
+    for variant, interval in found.items():
+        print(verdict(next(iter(done)), variant, measure, interval, first))
+    print(f"{out / 'compare.svg'}, {out / 'compare.json'}")
+
+
+def cells(variant: str, series: Series, measure: str, unit: str) -> tuple[str, ...]:
+    parameters = series.runs[0].about()["parameters"]["total"]
+    steps, seconds = (fmean(result[what] for result in series.results) for what in ("steps", "seconds"))
+    speed = fmean(result[f"{unit}_per_second"] for result in series.results)
+    return (
+        variant, f"{parameters:,}", series.shown("valid", measure), series.shown("test", measure),
+        f"{steps:,.0f}", f"{seconds:,.0f} s", f"{speed:,.0f} {unit}/s",
+    )  # fmt: skip
+
+
+def differences(done: dict[str, Series], measure: str) -> dict[str, Interval]:
+    """The first variant less each other one, on the test part; none where there is one seed."""
+    (_, first), *others = done.items()
+    if len(first.runs) < 2:
+        return {}
+    return {
+        variant: difference(first.values("test", measure), series.values("test", measure), right(first), right(series))
+        for variant, series in others
+    }
+
+
+def right(series: Series) -> list[float] | None:
+    """For each example of the test part, the share of the seeds that were right."""
+    found = [predictions.right for run in series.runs if (predictions := Predictions.of(run)) is not None]
+    return [fmean(shares) for shares in zip(*found, strict=True)] if len(found) == len(series.runs) else None
+
+
+def verdict(first: str, other: str, measure: str, found: Interval, series: Series) -> str:
+    examples = right(series)
+    over = f"{len(series.runs)} seeds" + (f" and {len(examples):,} test examples" if examples else "")
+    size = "larger than chance" if found.excludes_zero() else "not larger than chance"
+    return f"{first} less {other}: {measure} {found.mean:+.4f} +- {found.half:.4f} (95 %, {over}): {size}"
+
+
+def show(title: str, rows: list[tuple[str, ...]]) -> None:
     console = Console()
     if console.is_terminal:
-        table = Table(*COLUMNS, title=f"{name}: {measure}")
+        table = Table(*COLUMNS, title=title)
         for row in rows:
             table.add_row(*row)
         console.print(table)
     else:
+        widths = [max(14, *(len(cell) + 2 for cell in column)) for column in zip(COLUMNS, *rows, strict=True)]
         for row in (COLUMNS, *rows):
-            print("".join(f"{cell:<14}" for cell in row).rstrip())
-    print(f"{out / 'compare.svg'}, {out / 'compare.json'}")
-
-
-def cells(variant: str, made: Run, result: dict[str, Any], measure: str, unit: str) -> tuple[str, ...]:
-    parameters = made.about()["parameters"]["total"]
-    return (
-        variant, f"{parameters:,}", f"{result['valid'][measure]:.2f}", f"{result['test'][measure]:.2f}",
-        f"{result['steps']:,}", f"{result['seconds']:,.0f} s", f"{result[unit + '_per_second']:,.0f} {unit}/s",
-    )  # fmt: skip
+            print("".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 LINE_SECONDS = 30.0  # between lines of a log
+EVALUATION_SECONDS = 1.0  # between lines about evaluations, which can come faster than one reads
 
 
 class Display:
@@ -20,7 +21,7 @@ class Display:
                    TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())  # fmt: skip
         self.bar = Progress(*columns, console=self.console, transient=True)
         self.is_bar = self.console.is_terminal and not silent
-        self.last = -LINE_SECONDS  # The first step is shown at once.
+        self.last, self.evaluation = -LINE_SECONDS, -EVALUATION_SECONDS  # The first of each is shown at once.
 
     def __enter__(self) -> Self:
         if self.is_bar:
@@ -43,6 +44,9 @@ class Display:
             self.line(f"{text}  {done:.0%}")
 
     def evaluated(self, step: int, figures: dict[str, float], is_best: bool) -> None:
+        if time.monotonic() - self.evaluation < EVALUATION_SECONDS:
+            return
+        self.evaluation = time.monotonic()
         text = "  ".join(f"{name} {figure:.4g}" for name, figure in figures.items())
         self.line(f"{self.title}  step {step:,}  validation: {text}{'  (best so far)' if is_best else ''}")
 

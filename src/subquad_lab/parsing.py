@@ -11,6 +11,7 @@ from dataclasses import fields
 from importlib.metadata import version
 from typing import Any
 
+from docstring_parser import parse
 from jsonargparse import ArgumentParser
 
 Command = Callable[..., None]
@@ -44,9 +45,11 @@ def call(commands: Sequence[Command], of_experiments: dict[str, str], arguments:
             if arguments[:1] == [name]:
                 arguments, searched = add_experiments(options, command, of_experiments[name], arguments)
             continue
-        if "runs" in inspect.signature(command).parameters:
-            options.add_argument("runs", nargs="*", help="Folders of runs; all in root if none is given.")
-        options.add_function_arguments(command, as_group=False, as_positional=True, skip={"runs"})
+        lists = {p.name: p for p in inspect.signature(command).parameters.values() if p.annotation == list[str]}
+        options.add_function_arguments(command, as_group=False, as_positional=True, skip=set(lists))
+        for given, parameter in lists.items():
+            help = next(part.description for part in parse(command.__doc__).params if part.arg_name == given)
+            options.add_argument(given, nargs="+" if parameter.default is parameter.empty else "*", help=help)
 
     chosen = parser.parse_args(arguments)
     function = {command.__name__: command for command in commands}[chosen.subcommand]

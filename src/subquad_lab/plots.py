@@ -1,37 +1,64 @@
 """Pictures as SVG: curves of a run, or of several side by side."""
 
 import io
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from statistics import fmean
 from typing import Any
 
 from subquad_lab.records import Run
 
 SMOOTH = 200  # points of a training curve: the mean of the steps between
+Points = list[tuple[float, float]]
 
 
 def curves(run: Run, measure: str) -> bytes:
     """Training loss by step, and the validation measure."""
     lines = list(run.metrics())
-    figure, (left, right) = _axes(2)
+    figure, (left, right) = axes_of(2)
     left.plot(*smoothed([(line["step"], line["loss"]) for line in lines if "loss" in line]))
     left.set(xlabel="step", ylabel="training loss")
     points = [(line["step"], line[f"valid/{measure}"]) for line in lines if f"valid/{measure}" in line]
     right.plot(*zip(*points, strict=True), "o-") if points else None
     right.set(xlabel="step", ylabel=f"validation {measure.replace('_', ' ')}")
-    return _svg(figure)
+    return svg(figure)
 
 
-def compared(runs: dict[str, Run], measure: str) -> bytes:
-    """The validation measure of several runs, by step."""
-    figure, (axes,) = _axes(1)
-    for name, run in runs.items():
-        key = f"valid/{measure}"
-        points = [(line["step"], line[key]) for line in run.metrics() if key in line]
-        if points:
-            axes.plot(*zip(*points, strict=True), "o-", markersize=3, label=name.replace("$", r"\$"))  # no formulas
-    axes.set(xlabel="step", ylabel=f"validation {measure.replace('_', ' ')}", yscale="log")
-    axes.legend(fontsize="small")
-    return _svg(figure)
+def compared(groups: dict[str, list[Run]], measure: str) -> bytes:
+    """Training loss and validation measure by epoch, a line for each group: the mean of its runs, which are alike."""
+    figure, both = axes_of(2)
+    for name, runs in groups.items():
+        label = name.replace("$", r"\$")  # no formulas
+        for axes, points in zip(both, by_epoch(runs, measure), strict=True):
+            if points:
+                axes.plot(*zip(*points, strict=True), "o-", markersize=3, label=label)
+    for axes, what in zip(both, ("training loss", f"validation {measure.replace('_', ' ')}"), strict=True):
+        axes.set(xlabel="epoch", ylabel=what)
+    if both[1].lines and min(min(line.get_ydata()) for line in both[1].lines) > 1:
+        both[1].set_yscale("log")  # A perplexity falls by factors.
+    if groups:
+        both[1].legend(fontsize="small")
+    return svg(figure)
+
+
+def by_epoch(runs: list[Run], measure: str) -> tuple[Points, Points]:
+    """At each evaluation: the mean training loss of all steps since the one before, and the measure."""
+    losses: dict[float, list[float]] = {}
+    measures: dict[float, list[float]] = {}
+    for run in runs:
+        since: list[float] = []
+        for line in run.metrics():
+            if "loss" in line:
+                since.append(line["loss"])
+            if f"valid/{measure}" in line:
+                measures.setdefault(line["epoch"], []).append(line[f"valid/{measure}"])
+                if since:
+                    losses.setdefault(line["epoch"], []).append(fmean(since))
+                since = []
+    return _means(losses), _means(measures)
+
+
+def _means(found: dict[float, list[float]]) -> Points:
+    return [(epoch, fmean(values)) for epoch, values in sorted(found.items())]
 
 
 def smoothed(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
@@ -41,17 +68,18 @@ def smoothed(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[f
     return [group[-1][0] for group in groups], [sum(y for _, y in group) / len(group) for group in groups]
 
 
-def _axes(count: int) -> tuple[Any, Any]:
+def axes_of(count: int, square: bool = False) -> tuple[Any, Iterable[Any]]:
+    """A figure, and that many pairs of axes side by side."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(5.5 * count, 3.6), layout="constrained")
+    figure = Figure(figsize=(5.5 * count, 5.0 if square else 3.6), layout="constrained")
     axes = figure.subplots(1, count, squeeze=False)[0]
     for each in axes:
         each.grid(alpha=0.3)
     return figure, axes
 
 
-def _svg(figure: Any) -> bytes:
+def svg(figure: Any) -> bytes:
     import matplotlib
 
     buffer = io.BytesIO()

@@ -1,5 +1,6 @@
 """Runs from beginning to end: start, resume, evaluate, and the table of what there is."""
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -27,21 +28,34 @@ def processes() -> PartialState:
     return PartialState(cpu=not torch.accelerator.is_available())  # Without a GPU it must be told to use gloo.
 
 
-def start(name: str, config: Training, root: Path, folder: str | None = None) -> tuple[Run, dict[str, Any]]:
+def start(
+    name: str, config: Training, root: Path, folder: str | None = None, title: str | None = None
+) -> tuple[Run, dict[str, Any]]:
     """A new run in a folder of its own."""
-    state = processes()
-    if config.batch % (state.num_processes * config.accumulate):
-        parts = f"{state.num_processes} processes x {config.accumulate} parts"
-        raise UsageError(f"batch: expected a number that {parts} divide, found {config.batch}")
+    check_batch(config)
     config = settled(config)
     task = build(name, config)
+    about = {"experiment": name, "versions": versions(), **task.about()}
+    run = create(name, config, root, folder, lambda run: run.write_json(ABOUT, about))
+    return _train(run, task, config, name, title)
+
+
+def check_batch(config: Training) -> None:
+    count = processes().num_processes
+    if config.batch % (count * config.accumulate):
+        parts = f"{count} processes x {config.accumulate} parts"
+        raise UsageError(f"batch: expected a number that {parts} divide, found {config.batch}")
+
+
+def create(name: str, config: Training, root: Path, folder: str | None, fill: Callable[[Run], None]) -> Run:
+    """A folder with the config and what `fill` writes: made by the main process, known to all."""
     where = [None]
-    if state.is_main_process:
+    if processes().is_main_process:
         run = Run.create(root, name, {"experiment": name, **asdict(config)}, folder)
-        run.write_json(ABOUT, {"experiment": name, "versions": versions(), **task.about()})
+        fill(run)
         where = [str(run.folder)]
     broadcast_object_list(where)
-    return _train(Run(Path(str(where[0]))), task, config, name)
+    return Run(Path(str(where[0])))
 
 
 def settled(config: Training) -> Any:
@@ -50,28 +64,32 @@ def settled(config: Training) -> Any:
     return config if data is None else replace(config, data=str(Path(data).resolve()))
 
 
-def resume(folder: str | Path) -> tuple[Run, dict[str, Any]]:
+def resume(folder: str | Path, title: str | None = None) -> tuple[Run, dict[str, Any]]:
     """Go on where the last whole checkpoint is; a finished run is only read."""
     run = Run.open(folder)
     done = run.result()
     if done is not None:
         return run, done
     name, config, task = task_of(run)
-    return _train(run, task, config, name)
+    return _train(run, task, config, name, title)
 
 
-def _train(run: Run, task: Task, config: Training, name: str) -> tuple[Run, dict[str, Any]]:
+def _train(run: Run, task: Task, config: Training, name: str, title: str | None) -> tuple[Run, dict[str, Any]]:
     state = processes()
     if not run.folder.is_dir():
         raise UsageError(f"--out: {run.folder} is not seen by every process; expected a disk that they share")
     with locked(run.folder) if state.is_main_process else nullcontext():
-        trainer = Trainer(task, config, run, Display(name, silent=not state.is_main_process))
+        trainer = Trainer(task, config, run, Display(title or name, silent=not state.is_main_process))
         found = checkpoint.newest(run.checkpoints)
         if found is not None:
             trainer.restore(found)
         result = trainer.train()
         if state.is_main_process:
             run.write(CURVES, curves(run, task.measure))
+            for what, content in task.records().items():
+                run.write_json(f"{what}.json", content)
+            for what, picture in experiment(name).pictures(run).items():
+                run.write(f"{what}.svg", picture)
             run.write_json(RESULT, result)  # The last of all: with it the run is finished.
     return run, result
 
@@ -137,17 +155,6 @@ def table(root: Path) -> list[dict[str, str]]:
 
 def figures(found: dict[str, float]) -> str:
     return ", ".join(f"{name.replace('_', '-')} {value:.4g}" for name, value in found.items())
-
-
-def print_result(run: Run, result: dict[str, Any]) -> None:
-    """What a run has come to, where it is, and what can be done with it; by the main process alone."""
-    if processes().is_main_process:
-        print_figures(result["test"], "test")
-        print(f"{run.folder}: {result['steps']:,} steps, {result['seconds']:,.0f} s; curves in {run.folder / CURVES}")
-
-
-def print_figures(found: dict[str, float], part: str | None = None) -> None:
-    print(f"{part}: {figures(found)}" if part else figures(found))
 
 
 def print_table(root: Path) -> None:

@@ -4,6 +4,7 @@ from math import inf
 
 from subquad_lab import UsageError
 from subquad_lab.runs import trained
+from subquad_lab.series import chosen
 
 
 def run(folder: str, prompt: str, count: int, words: int, temperature: float, top_k: int | None, top_p: float | None,
@@ -18,7 +19,7 @@ def run(folder: str, prompt: str, count: int, words: int, temperature: float, to
         raise UsageError(f"--temperature: expected a number >= 0, found {temperature}")
     if top_p is not None and not 0 < top_p <= 1:
         raise UsageError(f"--top-p: expected a number above 0 and up to 1, found {top_p}")
-    made, task = trained(folder)
+    made, task = trained(chosen(folder))
     if not hasattr(task, "sample"):
         raise UsageError(f"RUN: {made.folder} is not a run of a language model")
     for i in range(count):

@@ -34,15 +34,19 @@ def predicted(method: Any, length: int, case: Case) -> Any:
 
 def refuse_more_than_fits(named: dict[str, Any], sizes: list[int], case: Case) -> None:
     """Before the system ends this process, or another one."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     length = sizes[-1]
     inputs = 3 * 4 * case.heads * length * case.head_dim
     for name, method in {"exact": subquad.Exact(), **named}.items():
         needed = inputs
-        if needed <= memory:  # Else the prediction itself could take long.
+        if needed <= memory():  # Else the prediction itself could take long.
             needed += HEAP * predicted(method, length, case).peak_bytes
-        if needed > memory:
+        if needed > memory():
             raise UsageError(
                 f"--lengths: {name} at length {length:,} can take {needed / 2**30:,.1f} GiB; this machine has "
-                f"{memory / 2**30:,.1f} GiB"
+                f"{memory() / 2**30:,.1f} GiB"
             )
+
+
+def memory() -> int:
+    """Of this machine, in bytes."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -10,13 +10,16 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from subquad_lab import Diverged, UsageError, runs
 from subquad_lab.configs import typed, with_values
 from subquad_lab.experiments import experiment
-from subquad_lab.files import locked
-from subquad_lab.records import ABOUT
+from subquad_lab.files import locked, write_whole
+from subquad_lab.plots import compared
+from subquad_lab.records import Run
+from subquad_lab.series import members, train
 from subquad_lab.train import Training
 
 if TYPE_CHECKING:
@@ -32,7 +35,7 @@ def run(name: str, config: Training, out: Path, trials: int, grid: Values, span:
     runs.alone("sweep")
     config = runs.settled(config)
     planned = check(name, config, trials, grid, span)
-    study = make_study(out)
+    study = make_study(out, "maximize" if experiment(name).HIGHER_IS_BETTER else "minimize")
     with locked(out, wait=True):  # Else two processes that begin at once would both plan the grid.
         keep_to(study, out, {"experiment": name, "config": asdict(config), "grid": grid, "span": span})
         for values in planned:
@@ -41,7 +44,7 @@ def run(name: str, config: Training, out: Path, trials: int, grid: Values, span:
         number, values, held = claimed
         with held:
             finish(study, number, name, with_values(name, config, values, "sweep"), out)
-    show(study, name)
+    show(study, name, config, out)
 
 
 def check(name: str, config: Training, trials: int, grid: Values, span: Values) -> list[dict[str, Any]]:
@@ -75,7 +78,7 @@ def keep_to(study: "Study", out: Path, plan: dict[str, Any]) -> None:
         raise UsageError(f"--out: {out} holds a sweep with another config, grid or span; expected a new folder")
 
 
-def make_study(out: Path) -> "Study":
+def make_study(out: Path, direction: str) -> "Study":
     import optuna
     from optuna.storages import JournalStorage
     from optuna.storages.journal import JournalFileBackend
@@ -86,7 +89,7 @@ def make_study(out: Path) -> "Study":
     except OSError as error:
         raise UsageError(f"--out: cannot make {out}: {error.strerror}") from error
     storage = JournalStorage(JournalFileBackend(str(out / JOURNAL)))
-    return optuna.create_study(study_name="sweep", storage=storage, load_if_exists=True)
+    return optuna.create_study(study_name="sweep", storage=storage, direction=direction, load_if_exists=True)
 
 
 def claim(
@@ -146,26 +149,37 @@ def finish(study: "Study", number: int, name: str, config: Training, out: Path) 
 
     folder = folder_of(number)
     try:
-        started = (out / folder / ABOUT).is_file()
-        _, result = runs.resume(out / folder) if started else runs.start(name, config, out, folder)
+        made = train(name, config, out, folder)
     except (Diverged, UsageError) as error:  # Of these values; a full disk is no fault of theirs, and ends the sweep.
         print(f"{folder}: {error}")
         study.tell(number, state=TrialState.FAIL)
         return
-    study.tell(number, result["valid"][experiment(name).MEASURE])
+    study.tell(number, made.mean("valid", experiment(name).MEASURE))
 
 
 def count(study: "Study", state: "TrialState") -> int:
     return len(study.get_trials(states=(state,)))
 
 
-def show(study: "Study", name: str) -> None:
+def show(study: "Study", name: str, config: Training, out: Path) -> None:
+    """The trials, the best first, and a picture of their curves."""
     from optuna.trial import TrialState
 
+    what = experiment(name)
     done = study.get_trials(states=(TrialState.COMPLETE,))
-    for trial in sorted(done, key=lambda trial: trial.value):
+    lines: dict[str, list[Run]] = {}
+    for trial in sorted(done, key=lambda trial: trial.value, reverse=what.HIGHER_IS_BETTER):
+        folder = folder_of(trial.number)
         values = ", ".join(f"{field} {value}" for field, value in trial.params.items())
-        print(f"{folder_of(trial.number)}  {experiment(name).MEASURE} {trial.value:.4g}  {values}")
+        runs_of_trial = [Run(place) for place in members(out / folder, with_values(name, config, trial.params, folder))]
+        results = [result for run in runs_of_trial if (result := run.result()) is not None]
+        tested = fmean(result["test"][what.MEASURE] for result in results)
+        print(f"{folder}  validation {what.MEASURE} {trial.value:.4g}  test {tested:.4g}  {values}")
+        lines[f"{values} ({folder})"] = runs_of_trial
+    if lines:
+        with locked(out, wait=True):
+            write_whole(out / "sweep.svg", compared(lines, what.MEASURE))
+        print(out / "sweep.svg")
     failed, running = count(study, TrialState.FAIL), count(study, TrialState.RUNNING)
     if failed or running:
         print(f"{failed} trials failed, {running} are run by another process")

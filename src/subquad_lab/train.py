@@ -31,9 +31,31 @@ SAVE_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Training:
-    """The fields that every experiment's config has; see the experiment for the help of each."""
+    """The fields that every experiment's config has.
+
+    Args:
+        seed: Of the parameters, of the order of the data, and of dropout.
+        seeds: Runs, each with the next seed; more than one show how much of a figure is chance.
+        epochs: Passes over the training part.
+        steps: Updates, instead of epochs.
+        minutes: Of training, after which the run ends even if the epochs or steps are not done.
+        batch: Rows of a step, over all processes.
+        accumulate: Parts into which a batch is cut to save memory; the step is the same.
+        optimizer: sgd, adam or adamw.
+        lr: Learning rate, at its highest.
+        momentum: Of sgd.
+        weight_decay: Of the optimizer.
+        schedule: How the rate goes on after the warm-up: constant, linear to 0, or cosine to 0.
+        warmup: Steps in which the rate rises to lr.
+        clip: The largest norm of the gradient.
+        evaluate_every: Steps between evaluations; after each epoch if not given.
+        patience: Evaluations without a better one after which the run stops early.
+        save_every: Steps between checkpoints; after each evaluation and each minute if not given.
+        weights: Which weights the test sees, those of the best evaluation or the last.
+    """
 
     seed: int = 0
+    seeds: int = 1
     epochs: int = 1
     steps: int | None = None
     minutes: float | None = None
@@ -52,7 +74,9 @@ class Training:
     weights: Literal["best", "last"] = "best"
 
     def __post_init__(self) -> None:
-        at_least = dict(epochs=1, steps=1, batch=1, accumulate=1, warmup=0, evaluate_every=1, patience=1, save_every=1)
+        at_least = dict(
+            seeds=1, epochs=1, steps=1, batch=1, accumulate=1, warmup=0, evaluate_every=1, patience=1, save_every=1
+        )
         for name, least in at_least.items():
             value = getattr(self, name)
             if value is not None and value < least:
@@ -64,7 +88,7 @@ class Training:
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise UsageError(f"{name}: expected a number above 0, found {value}")
-        if not 0 <= self.seed < 2**32:
+        if not 0 <= self.seed <= 2**32 - self.seeds:
             raise UsageError(f"seed: expected a whole number from 0 to below 2^32, found {self.seed}")
         if self.batch % self.accumulate:
             raise UsageError(f"accumulate: expected a number that divides the batch of {self.batch}, "
@@ -77,7 +101,8 @@ class Task(Protocol):
     model: nn.Module
     batches: int  # of an epoch
     unit: str  # what is counted: words, images
-    measure: str  # the figure of `evaluate` that is best when it is smallest
+    measure: str  # the figure of `evaluate` that says which weights are best
+    higher_is_better: bool  # of the measure
 
     def batch(self, epoch: int, index: int) -> Rows:
         """The rows of one step; the same for the same place."""
@@ -94,6 +119,9 @@ class Task(Protocol):
     def evaluate(self, part: Literal["valid", "test"], check: Callable[[], None]) -> dict[str, float]:
         """Figures of a part of the data. Changes nothing; calls `check` now and then, which may raise."""
 
+    def records(self) -> dict[str, Any]:
+        """What a finished run writes down besides, as JSON by name: predictions of the test part, for example."""
+
 
 @dataclass
 class Progress:
@@ -104,7 +132,7 @@ class Progress:
     index: int = 0
     seconds: float = 0.0  # of training, without evaluations
     evaluated: int = 0  # the step of the last evaluation
-    best: float = math.inf
+    best: float | None = None  # of the evaluations
     best_step: int = 0
     best_checkpoint: int = 0
     since_best: int = 0  # evaluations
@@ -211,7 +239,7 @@ class Trainer:
         self.carry = {name: torch.cat([carried[name] for carried in carries]) for name in self.carry}
         self._advance(self.task.count(tuple(rows.values())) * self.world, time.perf_counter() - begin)
         if self.accelerator.is_main_process:
-            self.run.log(progress.step, {"epoch": progress.epoch, "loss": loss, "gradient": norm, "lr": lr})
+            self.run.log(progress.step, {"epoch": self._epochs, "loss": loss, "gradient": norm, "lr": lr})
             self.display.step(progress.step, part_done(self.settings, progress, self.total), loss,
                               progress.units / max(progress.seconds, 1e-9), self.task.unit)  # fmt: skip
 
@@ -241,15 +269,26 @@ class Trainer:
         figures = self._figures("valid")
         progress, value = self.progress, figures[self.task.measure]
         progress.evaluated = progress.step
-        if value < progress.best:
+        if self._is_better(value):
             progress.best, progress.best_step, progress.since_best = value, progress.step, 0
         else:
             progress.since_best += 1
         if self.accelerator.is_main_process:
             named = {f"valid/{name}": figure for name, figure in figures.items()}
             timing = {"seconds": progress.seconds, "speed": progress.units / max(progress.seconds, 1e-9)}
-            self.run.log(progress.step, {"epoch": progress.epoch, **named}, timing)
-            self.display.evaluated(progress.step, figures, value == progress.best)
+            self.run.log(progress.step, {"epoch": self._epochs, **named}, timing)
+            self.display.evaluated(progress.step, figures, progress.best_step == progress.step)
+
+    def _is_better(self, value: float) -> bool:
+        best = self.progress.best
+        if best is None:
+            return not math.isnan(value)
+        return value > best if self.task.higher_is_better else value < best
+
+    @property
+    def _epochs(self) -> float:
+        """Passes over the training part so far."""
+        return self.progress.step / self.task.batches
 
     def _figures(self, part: Literal["valid", "test"]) -> dict[str, float]:
         self.task.model.eval()
@@ -268,7 +307,7 @@ class Trainer:
             chosen = best.state["progress"]["step"]
         return {
             "valid": self._figures("valid"), "test": self._figures("test"), "weights_of_step": chosen,
-            "steps": progress.step, "epochs": progress.step / self.task.batches, "seconds": progress.seconds,
+            "steps": progress.step, "epochs": self._epochs, "seconds": progress.seconds,
             f"{self.task.unit}_per_second": progress.units / max(progress.seconds, 1e-9), "processes": self.world,
         }  # fmt: skip
 
@@ -309,8 +348,12 @@ class Trainer:
             tensors |= snapshot.pack("model", self.accelerator.unwrap_model(self.model).state_dict())
             tensors |= snapshot.pack("carry", carry)
             tensors |= {f"random.torch.{i}": state for i, state in enumerate(generators)}
-            progress = asdict(self.progress) | {"best": None if self.progress.best == math.inf else self.progress.best}
-            state = {"progress": progress, "optimizer": numbers, "random": everyone, "logs": self.run.size()}
+            state = {
+                "progress": asdict(self.progress),
+                "optimizer": numbers,
+                "random": everyone,
+                "logs": self.run.size(),
+            }
             kept = {self.progress.best_checkpoint, before, self.kept}
             checkpoint.save(self.run.checkpoints, number, Checkpoint(tensors, state), kept)
         self.accelerator.wait_for_everyone()
@@ -321,8 +364,7 @@ class Trainer:
         try:
             snapshot.load_model(self.task.model, found)
             snapshot.unpack_optimizer(self.optimizer, found.tensors, found.state["optimizer"])
-            progress = found.state["progress"]
-            self.progress = Progress(**progress | {"best": math.inf if progress["best"] is None else progress["best"]})
+            self.progress = Progress(**found.state["progress"])
             carry = snapshot.unpack("carry", found.tensors)
             shapes = {name: tensor.shape for name, tensor in self.task.begin(self.settings.batch).items()}
             if {name: tensor.shape for name, tensor in carry.items()} != shapes:

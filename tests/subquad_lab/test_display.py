@@ -15,6 +15,7 @@ def test_a_log_has_lines(capfd, monkeypatch):
         for step in (1, 2):
             display.step(step, step / 10, 3.21, 1234.5, "words")
         display.evaluated(2, {"perplexity": 24.5}, True)
+        display.evaluated(3, {"perplexity": 24.4}, True)  # faster than one reads
     lines = capfd.readouterr().err.splitlines()
     assert lines == [
         "language  step 1  loss 3.210  1,234 words/s  10%",  # the next one would come after LINE_SECONDS

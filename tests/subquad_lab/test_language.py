@@ -9,7 +9,8 @@ from torch.nn import functional as F
 from subquad_lab import UsageError
 from subquad_lab.experiments import language
 from subquad_lab.experiments.language import Config, count_parameters, make_model, matched
-from subquad_lab.models.language import Transformer, choose, generate, parameters, rotate
+from subquad_lab.models import parameters
+from subquad_lab.models.language import Transformer, choose, generate, rotate
 
 WORDS = 30
 RECURRENT = ("rnn", "lstm")

@@ -84,7 +84,7 @@ def test_a_finished_run_is_not_trained_again(trained, capfd):
     ("arguments", "message"),
     [
         (["train"], "EXPERIMENT: expected an experiment, or --resume RUN, found neither"),
-        (["train", "chess"], "invalid choice: 'chess' (choose from 'language')"),
+        (["train", "chess"], "invalid choice: 'chess' (choose from 'language', 'images', 'graphs')"),
         (["train", "language", "--lr", "fast"], "--lr: expected a number, found 'fast'"),
         (["train", "language", "--model", "gru"], "--model: expected one of 'rnn', 'lstm', 'transformer', found 'gru'"),
         (["train", "language", "--rate", "1"], "unrecognized arguments: --rate 1"),
@@ -132,12 +132,12 @@ def test_a_folder_that_is_no_run_is_told(tmp_path, complaint):
     )
 
 
-def test_help_of_every_field_comes_from_the_config(capfd):
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_help_of_every_field_comes_from_the_config(name, capfd):
     with pytest.raises(SystemExit) as end:
-        main(["train", "language", "--help"])
+        main(["train", name, "--help"])
     assert end.value.code == 0
     text = " ".join(capfd.readouterr().out.split())
-    for name in EXPERIMENTS:
-        for field in fields(experiment(name).Config):
-            option = field.name.replace("_", "-")
-            assert re.search(rf"--{option} (\{{\S+\}}|[A-Z_]+|\[\S+\]) \w+", text), option
+    for field in fields(experiment(name).Config):
+        option = field.name.replace("_", "-")
+        assert re.search(rf"--{option} (\{{\S+\}}|[A-Z_]+|\[\S+\]) \w+", text), option

@@ -22,11 +22,12 @@ def test_compare_runs_all_variants_at_equal_size_and_goes_on_where_it_was(text, 
     shown = capfd.readouterr().out
     content = json.loads((out / "compare.json").read_text())
     assert list(content) == ["exact", "taylor:2", "random:64", "linear:elu", "separable", "lstm", "rnn"]
-    sizes = [entry["parameters"]["total"] for entry in content.values()]
+    made = {name: entry["runs"][0] for name, entry in content.items()}
+    sizes = [run["parameters"]["total"] for run in made.values()]
     assert max(sizes) < 1.1 * min(sizes)
-    assert {entry["steps"] for entry in content.values()} == {3}
-    for name, entry in content.items():
-        assert re.search(rf"^{name} .* {entry['test']['perplexity']:.2f} ", shown, re.MULTILINE)
+    assert {run["steps"] for run in made.values()} == {3}
+    for name, run in made.items():
+        assert re.search(rf"^{name} .* {run['test']['perplexity']:.4g} ", shown, re.MULTILINE)
     assert b"<svg" in (out / "compare.svg").read_bytes()
 
     def refused(*_):
@@ -52,9 +53,11 @@ def test_sweep_tries_the_whole_grid_once(options, tmp_path, capfd):
         (read_config(out / f"trial-{i:03d}")["lr"], read_config(out / f"trial-{i:03d}")["width"]) for i in range(4)
     }
     assert tried == {(0.001, 4), (0.001, 8), (0.1, 4), (0.1, 8)}
-    values = [float(re.search(r"perplexity ([\d.e+]+)", line)[1]) for line in shown]
+    values = [float(re.search(r"perplexity ([\d.e+]+)", line)[1]) for line in shown[:-1]]
     assert values == sorted(values)
     assert len(values) == 4
+    assert shown[-1] == str(out / "sweep.svg")
+    assert (out / "sweep.svg").read_bytes().count(b"<svg") == 1
     assert main(arguments) == 0
     assert capfd.readouterr().out.splitlines() == shown
     assert not (out / "trial-004").exists()
@@ -76,7 +79,7 @@ def test_sweep_searches_a_span_and_takes_over_what_was_killed(options, tmp_path,
     capfd.readouterr()
     assert main(arguments) == 0
     lines = capfd.readouterr().out.splitlines()
-    assert sorted(line[:9] for line in lines) == ["trial-000", "trial-001", "trial-002"]
+    assert sorted(line[:9] for line in lines[:-1]) == ["trial-000", "trial-001", "trial-002"]
     rates = [read_config(out / f"trial-{i:03d}")["lr"] for i in range(3)]
     assert all(0.001 <= rate <= 0.1 for rate in rates)
     assert len(set(rates)) == 3
@@ -129,7 +132,7 @@ def test_a_trial_that_diverges_fails_and_a_full_disk_ends_the_sweep(options, tmp
     assert main(arguments) == 0
     shown = capfd.readouterr().out
     assert "trial-000: the loss is nan" in shown
-    assert "trial-001  perplexity" in shown
+    assert "trial-001  validation perplexity" in shown
     assert "1 trials failed, 0 are run by another process" in shown
 
 

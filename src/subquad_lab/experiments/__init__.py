@@ -4,16 +4,18 @@ from importlib import import_module
 from typing import Any, Protocol
 
 from subquad_lab import UsageError
+from subquad_lab.records import Run
 from subquad_lab.train import Task, Training
 
-EXPERIMENTS = ("language",)
+EXPERIMENTS = ("language", "images", "graphs")
 
 
 class Experiment(Protocol):
     """What a file of this folder has."""
 
     Config: type[Training]
-    MEASURE: str  # of its figures, what is best when it is smallest
+    MEASURE: str  # of its figures, the one that says which is best
+    HIGHER_IS_BETTER: bool  # of the measure
     UNIT: str  # what is counted for the speed
     PUBLISHED: list[dict[str, Any]]  # figures of others, for the report: of what, on which data
 
@@ -22,6 +24,9 @@ class Experiment(Protocol):
 
     def label(self, config: Any) -> str:
         """What tells a run apart from others, in a few words."""
+
+    def pictures(self, run: Run) -> dict[str, bytes]:
+        """SVG by name, drawn from what the run has written down, besides its curves."""
 
     def variants(self, config: Any) -> dict[str, Any]:
         """What `subquad compare` runs: configs by name."""

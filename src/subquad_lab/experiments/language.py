@@ -8,7 +8,6 @@ of one step alone.
 """
 
 import math
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -20,10 +19,13 @@ from torch.nn import functional as F
 from subquad_lab import UsageError
 from subquad_lab.data.text import END, UNKNOWN, Corpus, load_text
 from subquad_lab.methods import parse_method
-from subquad_lab.models.language import LSTM, SigmoidRNN, Transformer, generate, parameters
+from subquad_lab.models import parameters
+from subquad_lab.models.language import LSTM, SigmoidRNN, Transformer, generate
+from subquad_lab.records import Run
+from subquad_lab.sizes import memory
 from subquad_lab.train import Carry, Rows, Training
 
-MEASURE, UNIT = "perplexity", "words"
+MEASURE, HIGHER_IS_BETTER, UNIT = "perplexity", False, "words"
 PIECE = 4096  # words that are evaluated at once
 MOST_FEATURES = 1 << 16
 COPIES = 4  # of the parameters: themselves, their gradients, and what Adam keeps of both
@@ -40,23 +42,7 @@ class Config(Training):
     """Train a word language model.
 
     Args:
-        seed: Of the parameters, and of dropout.
-        epochs: Passes over the training text.
-        steps: Updates, instead of epochs.
-        minutes: Of training, after which the run ends even if the epochs or steps are not done.
         batch: Streams of text that are read side by side, over all processes.
-        accumulate: Parts into which a batch is cut to save memory; the step is the same.
-        optimizer: sgd, adam or adamw.
-        lr: Learning rate, at its highest.
-        momentum: Of sgd.
-        weight_decay: Of the optimizer.
-        schedule: How the rate goes on after the warm-up: constant, linear to 0, or cosine to 0.
-        warmup: Steps in which the rate rises to lr.
-        clip: The largest norm of the gradient.
-        evaluate_every: Steps between evaluations; after each epoch if not given.
-        patience: Evaluations without a better one after which the run stops early.
-        save_every: Steps between checkpoints; after each evaluation and each minute if not given.
-        weights: Which weights the test sees, those of the best evaluation or the last.
         data: A folder with Penn Treebank, WikiText or any text; Python's own documentation if not given.
         model: rnn (sigmoid), lstm or transformer.
         method: Attention of the transformer: exact, taylor:DEGREE, random:FEATURES, linear:ACTIVATION, separable.
@@ -119,15 +105,14 @@ def make_model(config: Config, words: int) -> nn.Module:
 class Language:
     """The task of the training loop: streams of words."""
 
-    unit, measure = UNIT, MEASURE
+    unit, measure, higher_is_better = UNIT, MEASURE, HIGHER_IS_BETTER
 
     def __init__(self, config: Config, corpus: Corpus) -> None:
         self.config, self.corpus = config, corpus
         needed = COPIES * 4 * count_parameters(config, len(corpus.words))
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        if needed > memory:
+        if needed > memory():
             raise UsageError(f"width: the model's parameters need {needed / 2**30:,.0f} GiB to be trained, of "
-                             f"{memory / 2**30:,.0f} GiB that this machine has")  # fmt: skip
+                             f"{memory() / 2**30:,.0f} GiB that this machine has")  # fmt: skip
         self.model = make_model(config, len(corpus.words))
         length = (len(corpus.train) - 1) // config.batch
         self.batches = length // config.context
@@ -181,6 +166,9 @@ class Language:
         entropy = float(total) / (len(words) - 1)
         return {"cross_entropy": entropy, "perplexity": math.exp(min(entropy, 700.0))}
 
+    def records(self) -> dict[str, Any]:
+        return {}
+
     def sample(self, prompt: str, count: int, temperature: float, top_k: int | None, top_p: float | None,
                seed: int) -> str:  # fmt: skip
         """The prompt, and what the model says after it up to the end of the sentence."""
@@ -229,6 +217,10 @@ def variants(config: Config) -> dict[str, Config]:
 def label(config: Config) -> str:
     """What tells a run apart from others."""
     return f"{config.model}, {config.method}" if config.model == "transformer" else config.model
+
+
+def pictures(run: Run) -> dict[str, bytes]:
+    return {}
 
 
 def matched(config: Config, words: int, total: int) -> Config:

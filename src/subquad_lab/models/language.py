@@ -157,15 +157,6 @@ def rotate(x: Tensor, places: Tensor) -> Tensor:
     return torch.cat([a * cosine - b * sine, a * sine + b * cosine, rest], -1)
 
 
-def parameters(model: nn.Module) -> dict[str, int]:
-    """By part, and in all."""
-    parts: dict[str, int] = {}
-    for name, parameter in model.named_parameters():
-        part = name.partition(".")[0]
-        parts[part] = parts.get(part, 0) + parameter.numel()
-    return parts | {"total": sum(parts.values())}
-
-
 @torch.no_grad()
 def generate(
     model: nn.Module, prompt: list[int], count: int, temperature: float = 1.0, top_k: int | None = None,

@@ -1,6 +1,7 @@
 """`subquad report`: one page about runs, from their records alone. Nothing on it asks another machine for anything."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 import subquad
-from subquad_lab import UsageError
+from subquad_lab import UsageError, chance
 from subquad_lab.configs import config_of
 from subquad_lab.experiments import EXPERIMENTS, experiment
 from subquad_lab.files import write_whole
@@ -50,18 +51,46 @@ def page(runs: list[Run]) -> str:
 def section(name: str, runs: dict[str, Run]) -> dict[str, Any]:
     what = experiment(name)
     entries = [entry(place, run, what.MEASURE, f"{name}-{i}") for i, (place, run) in enumerate(runs.items(), 1)]
-    together = inline(compared(runs, what.MEASURE), f"{name}-0") if len(runs) > 1 else ""
+    groups = alike(runs)
+    together = inline(compared(groups, what.MEASURE), f"{name}-0") if len(runs) > 1 else ""
+    seeds = [over_seeds(group, found, what.MEASURE) for group, found in groups.items() if len(found) > 1]
     question = (what.__doc__ or "").partition("\n")[0]
-    return {"name": name, "question": question, "measure": what.MEASURE, "entries": entries, "together": together,
-            "published": what.PUBLISHED}  # fmt: skip
+    return {"name": name, "question": question, "measure": what.MEASURE, "entries": entries, "seeds": seeds,
+            "together": together, "published": what.PUBLISHED}  # fmt: skip
+
+
+def alike(runs: dict[str, Run]) -> dict[str, list[Run]]:
+    """Runs that differ in their seed alone, by the folder that they share; others by their own."""
+    groups: dict[Any, dict[str, Run]] = {}
+    for place, run in runs.items():
+        name, config = config_of(run)
+        groups.setdefault((name, str(Path(place).parent), replace(config, seed=0)), {})[place] = run
+    named = {}
+    for (_, parent, _), found in groups.items():
+        places = list(found)
+        several = f"{parent if parent != '.' else places[0]}, {len(places)} seeds"
+        named[places[0] if len(places) == 1 or several in named else several] = list(found.values())
+    return named
+
+
+def over_seeds(group: str, runs: list[Run], measure: str) -> dict[str, str]:
+    """What they come to together; where a run is not finished, nothing is said of them all."""
+    results = [run.result() for run in runs]
+    row = {"name": group}
+    for part in ("valid", "test"):
+        values = [result[part].get(measure) for result in results if result is not None]
+        whole = len(values) == len(runs) and None not in values
+        row[part] = str(chance.over_seeds(values)) if whole else "not finished"
+    return row
 
 
 def entry(name: str, run: Run, measure: str, mark: str) -> dict[str, Any]:
     about, result = run.about(), run.result() or {}
+    what = experiment(about["experiment"])
     config = vars(config_of(run)[1])
     return {
         "name": name,
-        "label": experiment(about["experiment"]).label(config_of(run)[1]),
+        "label": what.label(config_of(run)[1]),
         "data": about["data"],
         "parameters": about["parameters"],
         "versions": about["versions"],
@@ -70,13 +99,18 @@ def entry(name: str, run: Run, measure: str, mark: str) -> dict[str, Any]:
         "test": figure(result.get("test"), measure),
         "seconds": figure(result, "seconds"),
         "steps": max((int(line["step"]) for line in run.metrics()), default=0),
-        "curves": inline(curves(run, measure), mark),
+        "pictures": [
+            inline(picture, f"{mark}-{i}")
+            for i, picture in enumerate([curves(run, measure), *what.pictures(run).values()])
+        ],
     }
 
 
 def figure(found: Any, name: str) -> str:
     value = found.get(name) if isinstance(found, dict) else None
-    return f"{value:,.2f}" if isinstance(value, int | float) else "not finished"
+    if not isinstance(value, int | float):
+        return "not finished"
+    return f"{value:,.2f}" if value >= 10 else f"{value:.4f}"
 
 
 def inline(svg: bytes, mark: str) -> Markup:

@@ -1,0 +1,212 @@
+"""Pictures with classes: three parts, and where they came from.
+
+    embedded    the handwritten digits that come with scikit-learn, 8x8, resized to 28x28
+    NAME.npz    MedMNIST's layout: {train,val,test}_{images,labels}
+    a folder    MNIST's layout: {train,t10k}-{images-idx3,labels-idx1}-ubyte, also *.gz, there or in raw/ or NAME/raw/
+
+Nothing is unpickled. What does not fit is named: key, shape, kind, range.
+"""
+
+import gzip
+import hashlib
+import sys
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from subquad_lab import UsageError
+from subquad_lab.data.arrays import read_npz
+from subquad_lab.sizes import memory
+
+PARTS = ("train", "valid", "test")
+SIDE = 28  # to which the embedded digits are resized
+OCT, OCT_MD5 = "OCTMNIST", "c68d92d5b585d8d81f7112f81e2d0842"
+PUBLISHED_TEST = (182, 55, 42, 250)  # the first images of each class, of which published OCTMNIST figures are
+FASHION = ["T-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "boot"]
+CLASSES = {
+    OCT: ["CNV", "DME", "drusen", "normal"],
+    "PNEUMONIAMNIST": ["normal", "pneumonia"],
+    "fashion-mnist": FASHION,
+    "FashionMNIST": FASHION,
+}
+Part = tuple[Tensor, Tensor]  # pictures (n, channels, height, width) of bytes, classes (n)
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """Three parts of a data set; classes[i] is the name of class i."""
+
+    name: str
+    checksum: str  # SHA-256 of all pictures and classes
+    classes: list[str]
+    train: Part
+    valid: Part
+    test: Part
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Channels, height, width."""
+        _, channels, height, width = self.train[0].shape
+        return channels, height, width
+
+
+def load_images(data: str | None = None) -> Pictures:
+    """The embedded digits, or what a file or folder holds."""
+    if data is None:
+        return _pictures("scikit-learn's digits", _digits())
+    path = Path(data)
+    if path.is_file():
+        return _medmnist(path)
+    if path.is_dir():
+        return _mnist(path)
+    raise UsageError(f"--data: there is no file or folder {path}")
+
+
+# --- Where they come from -----------------------------------------------------------------------------------------
+
+
+def _digits() -> dict[str, Part]:
+    from sklearn.datasets import load_digits
+
+    found = load_digits()
+    small = torch.from_numpy(found.images).float()[:, None] * (255 / 16)
+    pictures = F.interpolate(small, (SIDE, SIDE), mode="bilinear", align_corners=False).round().to(torch.uint8)
+    whole = pictures, torch.from_numpy(found.target).long()
+    order = torch.randperm(len(pictures), generator=torch.Generator().manual_seed(0))
+    fifth = len(order) // 5
+    return {
+        part: _at(whole, rows)
+        for part, rows in zip(PARTS, order.split([len(order) - 2 * fifth, fifth, fifth]), strict=True)
+    }
+
+
+def _medmnist(path: Path) -> Pictures:
+    """An npz file with three parts."""
+    name = path.stem.upper()
+    keys = {"train": "train", "valid": "val", "test": "test"}
+    arrays = read_npz(path, [f"{key}_{what}" for key in keys.values() for what in ("images", "labels")])
+    parts = {part: (arrays[f"{key}_images"], arrays[f"{key}_labels"]) for part, key in keys.items()}
+    checked = {part: _checked(f"{path}: {keys[part]}_", *found) for part, found in parts.items()}
+    if name == OCT:
+        with path.open("rb") as file:
+            found = hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
+        if found != OCT_MD5:
+            print(f"subquad: warning: {path}: MD5 {found}, expected {OCT_MD5}: figures may not compare to published "
+                  "ones", file=sys.stderr)  # fmt: skip
+            name += ", changed"
+    return _pictures(name, checked)
+
+
+def _mnist(folder: Path) -> Pictures:
+    """Four files of bytes; the last tenth of the training part is for validation."""
+    inner = [path for path in sorted(folder.glob("*/raw")) if path.is_dir()]
+    places = [place for place in (folder, folder / "raw", *inner) if any(place.glob("train-images-idx3-ubyte*"))]
+    if len(places) != 1:
+        found = f"{len(places)}: {', '.join(map(str, places))}" if places else "none"
+        raise UsageError(f"--data: expected one folder with train-images-idx3-ubyte in {folder}, found {found}")
+    parts = {}
+    for part in ("train", "t10k"):
+        pictures, classes = (
+            read_idx(_one(places[0], f"{part}-{what}-ubyte")) for what in ("images-idx3", "labels-idx1")
+        )
+        parts[part] = _checked(f"{places[0]}: {part} ", pictures, classes)
+    count = len(parts["train"][1])
+    name = places[0].parent.name if places[0].name == "raw" else places[0].name
+    rows = torch.arange(count).split([count - count // 10, count // 10])
+    return _pictures(
+        name, {"train": _at(parts["train"], rows[0]), "valid": _at(parts["train"], rows[1]), "test": parts["t10k"]}
+    )
+
+
+def _one(folder: Path, name: str) -> Path:
+    for path in (folder / name, folder / f"{name}.gz"):
+        if path.is_file():
+            return path
+    raise UsageError(f"--data: {folder} has no {name}, nor {name}.gz")
+
+
+# --- Files --------------------------------------------------------------------------------------------------------
+
+
+def read_idx(path: Path) -> np.ndarray:
+    """Bytes in as many dimensions as the head says: 0, 0, 8, dimensions, then each size in four bytes."""
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            head = file.read(4)
+            if len(head) < 4 or head[:3] != b"\0\0\x08" or not 1 <= head[3] <= 3:
+                raise UsageError(
+                    f"--data: {path}: expected the head 00 00 08 and 1 to 3 dimensions, found {head.hex(' ')}"
+                )
+            sizes = [int.from_bytes(file.read(4)) for _ in range(head[3])]
+            count = int(np.prod(sizes, dtype=object))
+            if count > memory():
+                raise UsageError(f"--data: {path} says that it holds {sizes} bytes, more than this machine's memory")
+            content = file.read(count + 1)
+    except (OSError, EOFError, zlib.error) as error:
+        raise UsageError(f"--data: cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
+    if len(content) != count:
+        found = "more" if len(content) > count else f"{len(content):,}"
+        raise UsageError(f"--data: {path}: expected {count:,} bytes for {sizes}, found {found}")
+    return np.frombuffer(content, np.uint8).reshape(sizes)
+
+
+# --- What they must be --------------------------------------------------------------------------------------------
+
+
+def _checked(where: str, pictures: np.ndarray, classes: np.ndarray) -> Part:
+    """Bytes, one picture for each class: grey (n, height, width) or in colours (n, height, width, 3)."""
+    if pictures.dtype != np.uint8:
+        raise UsageError(f"--data: {where}images: expected uint8, found {pictures.dtype}")
+    if pictures.ndim == 3:
+        pictures = pictures[..., None]
+    if pictures.ndim != 4 or pictures.shape[-1] not in (1, 3) or 0 in pictures.shape:
+        raise UsageError(
+            f"--data: {where}images: expected (n, height, width) or (n, height, width, 3), found {pictures.shape}"
+        )
+    if classes.dtype.kind not in "iu":
+        raise UsageError(f"--data: {where}labels: expected whole numbers, found {classes.dtype}")
+    if classes.shape not in ((len(pictures),), (len(pictures), 1)):
+        raise UsageError(
+            f"--data: {where}labels: expected one for each of {len(pictures):,} images, found {classes.shape}"
+        )
+    if classes.min() < 0 or classes.max() > 255:
+        raise UsageError(f"--data: {where}labels: expected 0 to 255, found {classes.min()} to {classes.max()}")
+    numbers = torch.from_numpy(classes.reshape(-1).astype(np.int64))
+    return torch.from_numpy(np.ascontiguousarray(pictures.transpose(0, 3, 1, 2))), numbers
+
+
+def _pictures(name: str, parts: dict[str, Part]) -> Pictures:
+    """Parts that belong together: pictures of one size, and no class that training does not know."""
+    pictures, classes = parts["train"]
+    count = max(2, int(classes.max()) + 1)
+    names = CLASSES.get(name.partition(",")[0], [])
+    for part, (others, own) in parts.items():
+        if len(others) == 0:
+            raise UsageError(f"--data: {name}: the {part} part is empty")
+        if others.shape[1:] != pictures.shape[1:]:
+            raise UsageError(f"--data: {name}: images of the {part} part are {tuple(others.shape[1:])}, those of the "
+                             f"train part {tuple(pictures.shape[1:])}")  # fmt: skip
+        if int(own.max()) >= count:
+            raise UsageError(f"--data: {name}: labels of the {part} part reach {int(own.max())}, expected 0 to "
+                             f"{count - 1}, as the train part has them")  # fmt: skip
+    digest = hashlib.sha256()
+    for part in PARTS:
+        for tensor in parts[part]:
+            digest.update(str(tuple(tensor.shape)).encode())
+            digest.update(tensor.contiguous().numpy().tobytes())
+    return Pictures(name, digest.hexdigest(), names if len(names) == count else [str(i) for i in range(count)], **parts)
+
+
+def published_test(part: Part) -> Part:
+    """The test images of published OCTMNIST figures: the first of each class."""
+    rows = [torch.nonzero(part[1] == i)[:count, 0] for i, count in enumerate(PUBLISHED_TEST)]
+    return _at(part, torch.cat(rows).sort().values)
+
+
+def _at(part: Part, rows: Tensor) -> Part:
+    return part[0][rows], part[1][rows]

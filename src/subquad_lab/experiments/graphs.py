@@ -1,0 +1,237 @@
+"""What do self-loops and normalisation do to a graph network, and can attention stand in the place of both?
+
+    loss = mean over the training nodes of -log p(class | graph)
+
+A step sees the whole graph. Rows of features are divided by their sum.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from subquad_lab import UsageError
+from subquad_lab.classification import PREDICTIONS, Predictions, confusion_picture, figures
+from subquad_lab.data.graphs import Graph, load_graph
+from subquad_lab.methods import parse_method
+from subquad_lab.models import parameters
+from subquad_lab.models.graphs import Attention, Convolution, GraphNet, Mixer, Normalisation, propagation
+from subquad_lab.plots import axes_of, svg
+from subquad_lab.records import Run
+from subquad_lab.sizes import memory
+from subquad_lab.train import Carry, Rows, Training
+
+MEASURE, HIGHER_IS_BETTER, UNIT = "accuracy", True, "nodes"
+NORMS, EMBEDDING = "norms", "embedding"
+PROPAGATIONS = 16  # after which norms are still shown
+
+PUBLISHED = [{"what": "two-layer GCN", "data": "cora", "figure": 0.815}]
+
+
+@dataclass(frozen=True)
+class Config(Training):
+    """Train a network of two layers to tell the classes of a graph's nodes.
+
+    Args:
+        batch: Graphs of a step: 1, the whole.
+        data: A folder with Planetoid's files, or an npz file of such a graph; the karate club if not given.
+        mixer: What a node makes of the others: gcn, attention to neighbours, attention to all, or both of these.
+        self_loops: Whether a node of the gcn sees itself.
+        normalisation: Of the gcn's sums: symmetric, row (a mean), or none.
+        method: Of attention to all: taylor:DEGREE, random:FEATURES, linear:ACTIVATION, separable, exact.
+        width: Of the hidden layer, and of queries and keys.
+        heads: Of attention.
+        dropout: On what each layer sees.
+    """
+
+    seeds: int = 10
+    epochs: int = 200
+    batch: int = 1
+    optimizer: Literal["sgd", "adam", "adamw"] = "adam"
+    lr: float = 0.01
+    weight_decay: float = 5e-4
+    evaluate_every: int | None = 10
+    data: str | None = None
+    mixer: Mixer = "gcn"
+    self_loops: bool = True
+    normalisation: Normalisation = "symmetric"
+    method: str = "linear:elu"
+    width: int = 16
+    heads: int = 1
+    dropout: float = 0.5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.batch != 1:
+            raise UsageError(f"batch: expected 1, the whole graph, found {self.batch}")
+        for name in ("width", "heads"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name}: expected a whole number >= 1, found {getattr(self, name)}")
+        if not 0 <= self.dropout < 1:
+            raise UsageError(f"dropout: expected a number from 0 to below 1, found {self.dropout}")
+        parse_method(self.method)
+
+
+def make_model(config: Config, graph: Graph, classes: int) -> GraphNet:
+    inward, width = graph.features.shape[1], config.width
+    if config.mixer == "gcn":
+        sums = propagation(graph.edges, graph.nodes, config.self_loops, config.normalisation)
+        return GraphNet(Convolution(inward, width, *sums), Convolution(width, classes, *sums), config.dropout)
+    mask = neighbours(graph) if config.mixer != "all" else None
+    method = parse_method(config.method) if config.mixer != "neighbours" else None
+    return GraphNet(Attention(inward, width, width, config.heads, mask, method),
+                    Attention(width, classes, width, config.heads, mask, method), config.dropout)  # fmt: skip
+
+
+def neighbours(graph: Graph) -> Tensor:
+    """(n, n), True where a node is seen: itself, and those that an edge leads from."""
+    needed = 16 * graph.nodes**2  # the mask, and the weights of both layers with their gradients
+    if needed > memory():
+        raise UsageError(f"mixer: attention under a mask of {graph.nodes:,} nodes needs {needed / 2**30:,.0f} GiB; "
+                         "expected gcn or all")  # fmt: skip
+    mask = torch.eye(graph.nodes, dtype=torch.bool)
+    mask[graph.edges[1], graph.edges[0]] = True
+    return mask
+
+
+class Graphs:
+    """The task of the training loop: one step sees the graph."""
+
+    unit, measure, higher_is_better = UNIT, MEASURE, HIGHER_IS_BETTER
+    batches = 1
+
+    def __init__(self, config: Config, graph: Graph) -> None:
+        self.config, self.graph = config, graph
+        self.classes = [str(i) for i in range(max(2, int(graph.classes.max()) + 1))]
+        self.model = make_model(config, graph, len(self.classes))
+        total = graph.features.sum(1, keepdim=True)
+        self.features = torch.where(total > 0, graph.features / total, graph.features)
+
+    def about(self) -> dict[str, Any]:
+        graph = self.graph
+        sizes = {part: len(getattr(graph, part)) for part in ("train", "valid", "test")}
+        data = {"name": graph.name, "sha256": graph.checksum, "nodes": graph.nodes, "edges": graph.edges.shape[1] // 2,
+                "features": graph.features.shape[1], "classes": len(self.classes), "sizes": sizes}  # fmt: skip
+        return {"data": data, "parameters": parameters(self.model)}
+
+    def batch(self, epoch: int, index: int) -> Rows:
+        return (self.graph.train[None],)
+
+    def begin(self, rows: int) -> Carry:
+        return {}
+
+    def loss(self, model: nn.Module, rows: Rows, carry: Carry) -> tuple[Tensor, Carry]:
+        nodes = rows[0][0]
+        return F.nll_loss(model(self.features.to(nodes.device))[nodes], self.graph.classes.to(nodes.device)[nodes]), {}
+
+    def count(self, rows: Rows) -> int:
+        return self.graph.nodes
+
+    def evaluate(self, part: Literal["valid", "test"], check: Callable[[], None]) -> dict[str, float]:
+        check()
+        nodes = getattr(self.graph, part)
+        return figures(self.log_probabilities()[nodes], self.graph.classes[nodes])
+
+    @torch.no_grad()
+    def log_probabilities(self) -> Tensor:
+        return self.model(self.features.to(next(self.model.parameters()).device)).cpu()
+
+    @torch.no_grad()
+    def records(self) -> dict[str, Any]:
+        self.model.eval()
+        graph = self.graph
+        found = self.log_probabilities().argmax(-1)
+        predictions = Predictions(self.classes, graph.classes[graph.test].tolist(), found[graph.test].tolist())
+        hidden = self.model.embed(self.features.to(next(self.model.parameters()).device)).cpu()
+        points = {"points": flattened(hidden).tolist(), "classes": graph.classes.tolist()}
+        return {PREDICTIONS: predictions.record(), EMBEDDING: points, NORMS: norms(graph, self.features)}
+
+
+def flattened(points: Tensor) -> Tensor:
+    """(n, w) in the plane in which they differ most: their first two principal components."""
+    centred = (points - points.mean(0)).double()
+    _, _, directions = torch.linalg.svd(centred, full_matrices=False)
+    directions = directions[:2] * directions[:2].sum(1, keepdim=True).sign()  # Else the sign is anyone's.
+    return F.pad(centred @ directions.T, (0, 2 - len(directions)))
+
+
+def norms(graph: Graph, features: Tensor) -> dict[str, list[float]]:
+    """|P^k X| / |X| for k = 0, 1, ..., for each P."""
+    from scipy.sparse import csr_matrix
+
+    found = {}
+    for self_loops, normalisation in product((True, False), get_args(Normalisation)):
+        edges, weights = propagation(graph.edges, graph.nodes, self_loops, normalisation)
+        matrix = csr_matrix((weights.numpy(), edges.flip(0).numpy()), (graph.nodes, graph.nodes))
+        x, sizes = features.numpy(), []
+        for _ in range(PROPAGATIONS + 1):
+            sizes.append(float(np.linalg.norm(x) / features.norm()))
+            x = matrix @ x
+        found[f"{normalisation}, {'with' if self_loops else 'without'} self-loops"] = sizes
+    return found
+
+
+def build(config: Config) -> Graphs:
+    return Graphs(config, load_graph(config.data))
+
+
+def label(config: Config) -> str:
+    """What tells a run apart from others."""
+    if config.mixer != "gcn":
+        return config.mixer if config.mixer == "neighbours" else f"{config.mixer}, {config.method}"
+    return f"gcn, {config.normalisation}, {'with' if config.self_loops else 'without'} self-loops"
+
+
+def variants(config: Config) -> dict[str, Config]:
+    """The GCN with each switch, and attention in its place; all else is equal."""
+    base = replace(config, mixer="gcn", self_loops=True, normalisation="symmetric")
+    found = {}
+    for normalisation, self_loops in product(get_args(Normalisation), (True, False)):
+        name = f"gcn {normalisation}{'' if self_loops else ' no-loops'}"
+        found[name] = replace(base, normalisation=normalisation, self_loops=self_loops)
+    return found | {mixer: replace(base, mixer=mixer) for mixer in get_args(Mixer)[1:]}
+
+
+# --- Pictures -----------------------------------------------------------------------------------------------------
+
+
+def pictures(run: Run) -> dict[str, bytes]:
+    predictions = Predictions.of(run)
+    if predictions is None:
+        return {}
+    return {"confusion": confusion_picture(predictions), NORMS: norms_picture(run), EMBEDDING: embedding_picture(run)}
+
+
+def norms_picture(run: Run) -> bytes:
+    figure, (axes,) = axes_of(1)
+    for name, sizes in run.read_json(f"{NORMS}.json").items():
+        if not isinstance(sizes, list) or not all(isinstance(size, int | float) for size in sizes):
+            raise UsageError(f"{run.folder / NORMS}.json: expected numbers for {name!r}")
+        style = "-" if "without" not in name else "--"
+        axes.plot(range(len(sizes)), sizes, style, marker="o", markersize=3, label=name.replace("$", r"\$"))
+    axes.set(xlabel="propagations", ylabel="norm of the features, first = 1", yscale="log")
+    axes.legend(fontsize="small")
+    return svg(figure)
+
+
+def embedding_picture(run: Run) -> bytes:
+    content = run.read_json(f"{EMBEDDING}.json")
+    points, classes = content.get("points"), content.get("classes")
+    path = f"{run.folder / EMBEDDING}.json"
+    if not isinstance(points, list) or not all(isinstance(p, list) and len(p) == 2 and all(
+        isinstance(x, int | float) for x in p) for p in points):  # fmt: skip
+        raise UsageError(f"{path}: expected points of two numbers")
+    if not isinstance(classes, list) or len(classes) != len(points) or not all(type(c) is int for c in classes):
+        raise UsageError(f"{path}: expected a class for each point")
+    figure, (axes,) = axes_of(1, square=True)
+    for number in sorted(set(classes)):
+        own = [point for point, c in zip(points, classes, strict=True) if c == number]
+        axes.scatter(*zip(*own, strict=True), s=6, label="unknown" if number < 0 else f"class {number}")
+    axes.set(xlabel="first principal component of the hidden layer", ylabel="second")
+    axes.legend(fontsize="small")
+    return svg(figure)

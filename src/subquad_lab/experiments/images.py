@@ -1,0 +1,155 @@
+"""Is it better to pool a picture or to step over it, and is the difference larger than chance?
+
+    loss = mean of -log p(class | picture),  accuracy = share of pictures whose likeliest class is the right one
+
+Pictures come in a new order in each epoch, which follows from the seed and the epoch alone. The last batch is filled up
+with the first pictures of the order, so that all batches are of one size.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from subquad_lab import UsageError
+from subquad_lab.classification import PREDICTIONS, Predictions, confusion_picture, figures
+from subquad_lab.data.images import OCT, Pictures, load_images, published_test
+from subquad_lab.models import parameters
+from subquad_lab.models.images import ConvNet, halved_twice
+from subquad_lab.records import Run
+from subquad_lab.train import Carry, Rows, Training
+
+MEASURE, HIGHER_IS_BETTER, UNIT = "accuracy", True, "images"
+PIECE = 1024  # pictures that are evaluated at once
+RANGE = 256.0  # by which the bytes of a picture are divided
+
+PUBLISHED = [
+    {"what": f"{how}, rate {rate}, run {run}", "data": f"{OCT}, 529 test images", "figure": figure}
+    for run, found in {"A": (0.7013, 0.8280, 0.7505, 0.7958), "B": (0.7845, 0.8393, 0.7977, 0.8204),
+                       "C": (0.7958, 0.8374, 0.7940, 0.8147)}.items()
+    for (how, rate), figure in zip(
+        [("pooling", 0.1), ("pooling", 0.01), ("pooling", 0.001), ("strides", 0.01)], found, strict=True
+    )
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Config(Training):
+    """Train a small convolutional network.
+
+    Args:
+        batch: Pictures of a step, over all processes.
+        data: A MedMNIST npz file, or a folder with MNIST's *-ubyte files; scikit-learn's digits if not given.
+        downsample: How a picture is halved: pool, the largest of 2x2, or stride, convolutions in steps of 2.
+        dropout: Before the second linear layer.
+        published_test: Of OCTMNIST, test on the 529 images that published figures are of; others are tested whole.
+    """
+
+    seeds: int = 3
+    epochs: int = 15
+    batch: int = 8
+    optimizer: Literal["sgd", "adam", "adamw"] = "sgd"
+    lr: float = 0.01
+    momentum: float = 0.9
+    patience: int | None = 5
+    data: str | None = None
+    downsample: Literal["pool", "stride"] = "pool"
+    dropout: float = 0.7
+    published_test: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.dropout < 1:
+            raise UsageError(f"dropout: expected a number from 0 to below 1, found {self.dropout}")
+
+
+class Images:
+    """The task of the training loop: pictures in a new order for each epoch."""
+
+    unit, measure, higher_is_better = UNIT, MEASURE, HIGHER_IS_BETTER
+
+    def __init__(self, config: Config, pictures: Pictures) -> None:
+        self.config, self.pictures = config, pictures
+        channels, height, width = pictures.shape
+        if min(halved_twice(side, config.downsample) for side in (height, width)) < 1:
+            raise UsageError(f"--data: {pictures.name} has pictures of {height}x{width}; expected at least 8x8")
+        self.model = ConvNet(channels, height, width, len(pictures.classes), config.downsample, config.dropout)
+        count = len(pictures.train[1])
+        if count < config.batch:
+            raise UsageError(f"batch: expected at most the {count:,} training pictures of {pictures.name}, "
+                             f"found {config.batch}")  # fmt: skip
+        self.batches = -(-count // config.batch)
+        self.is_published_test = config.published_test and pictures.name.startswith(OCT)
+        self.parts = {"valid": pictures.valid, "test": pictures.test}
+        if self.is_published_test:
+            self.parts["test"] = published_test(pictures.test)
+        self.order: tuple[int, Tensor] = (-1, torch.empty(0))  # of an epoch
+
+    def about(self) -> dict[str, Any]:
+        sizes = {"train": len(self.pictures.train[1])} | {part: len(rows) for part, (_, rows) in self.parts.items()}
+        shape = "x".join(map(str, self.pictures.shape))
+        data = {"name": self.pictures.name, "sha256": self.pictures.checksum, "classes": self.pictures.classes,
+                "shape": shape, "sizes": sizes, "published_test": self.is_published_test}  # fmt: skip
+        return {"data": data, "parameters": parameters(self.model)}
+
+    def batch(self, epoch: int, index: int) -> Rows:
+        if self.order[0] != epoch:
+            self.order = epoch, self._shuffled(epoch)
+        rows = self.order[1][index * self.config.batch : (index + 1) * self.config.batch]
+        pictures, classes = self.pictures.train
+        return pictures[rows], classes[rows]
+
+    def _shuffled(self, epoch: int) -> Tensor:
+        generator = torch.Generator().manual_seed(self.config.seed * 1_000_003 + epoch)
+        order = torch.randperm(len(self.pictures.train[1]), generator=generator)
+        return torch.cat([order, order[: self.batches * self.config.batch - len(order)]])
+
+    def begin(self, rows: int) -> Carry:
+        return {}
+
+    def loss(self, model: nn.Module, rows: Rows, carry: Carry) -> tuple[Tensor, Carry]:
+        pictures, classes = rows
+        return F.nll_loss(model(pictures / RANGE), classes), {}
+
+    def count(self, rows: Rows) -> int:
+        return len(rows[0])
+
+    def evaluate(self, part: Literal["valid", "test"], check: Callable[[], None]) -> dict[str, float]:
+        return figures(self.predict(self.parts[part][0], check), self.parts[part][1])
+
+    @torch.no_grad()
+    def predict(self, pictures: Tensor, check: Callable[[], None] = lambda: None) -> Tensor:
+        """Log probabilities of pictures (n, channels, height, width) of bytes."""
+        device, found = next(self.model.parameters()).device, []
+        for piece in pictures.split(PIECE):
+            check()
+            found.append(self.model(piece.to(device) / RANGE).cpu())
+        return torch.cat(found)
+
+    def records(self) -> dict[str, Any]:
+        self.model.eval()
+        pictures, classes = self.parts["test"]
+        found = self.predict(pictures).argmax(-1)
+        return {PREDICTIONS: Predictions(self.pictures.classes, classes.tolist(), found.tolist()).record()}
+
+
+def build(config: Config) -> Images:
+    return Images(config, load_images(config.data))
+
+
+def label(config: Config) -> str:
+    """What tells a run apart from others."""
+    return f"{config.downsample}, lr {config.lr:g}"
+
+
+def pictures(run: Run) -> dict[str, bytes]:
+    predictions = Predictions.of(run)
+    return {} if predictions is None else {"confusion": confusion_picture(predictions)}
+
+
+def variants(config: Config) -> dict[str, Config]:
+    """Both ways to halve a picture; all else is equal."""
+    return {how: replace(config, downsample=how) for how in ("pool", "stride")}

@@ -1,0 +1,95 @@
+"""Two layers over a graph: y = mix(x W) + b, with what a node makes of the others in `mix`.
+
+    gcn           P x, the sum over the edges that lead to a node: P = A, D^-1 A or D^-1/2 A D^-1/2, with or without
+                  self-loops (A + I in the place of A)
+    neighbours    softmax of q.k over the neighbours and the node itself: exact attention under a mask
+    all           a method of subquad over all nodes, in linear time
+    both          the sum of the last two
+
+Axes: n nodes, f features, w width, h heads.
+"""
+
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import subquad
+
+Mixer = Literal["gcn", "neighbours", "all", "both"]
+Normalisation = Literal["symmetric", "row", "none"]
+
+
+def propagation(edges: Tensor, nodes: int, self_loops: bool, normalisation: Normalisation) -> tuple[Tensor, Tensor]:
+    """P as edges (2, e) from, to, and their weights (e)."""
+    from torch_geometric.nn.conv.gcn_conv import gcn_norm  # seconds, which other experiments need not wait for
+    from torch_geometric.utils import add_self_loops, degree
+
+    if self_loops:
+        edges, _ = add_self_loops(edges, num_nodes=nodes)
+    if normalisation == "symmetric":
+        return gcn_norm(edges, num_nodes=nodes, add_self_loops=False)
+    weights = torch.ones(edges.shape[1])
+    if normalisation == "row":
+        weights = weights / degree(edges[1], nodes)[edges[1]]
+    return edges, weights
+
+
+class GraphNet(nn.Module):
+    """Features (n, f) -> log probabilities (n, classes). `embed` is what the first layer makes of them, (n, w)."""
+
+    def __init__(self, first: nn.Module, second: nn.Module, dropout: float) -> None:
+        super().__init__()
+        self.first, self.second = first, second
+        self.dropout = nn.Dropout(dropout)
+
+    def embed(self, features: Tensor) -> Tensor:
+        return F.relu(self.first(self.dropout(features)))
+
+    def forward(self, features: Tensor) -> Tensor:
+        return F.log_softmax(self.second(self.dropout(self.embed(features))), -1)
+
+
+class Convolution(nn.Module):
+    """torch_geometric's, with weights of the edges that are computed once."""
+
+    def __init__(self, inward: int, outward: int, edges: Tensor, weights: Tensor) -> None:
+        from torch_geometric.nn import GCNConv
+
+        super().__init__()
+        self.convolve = GCNConv(inward, outward, normalize=False)
+        self.register_buffer("edges", edges, persistent=False)
+        self.register_buffer("weights", weights, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.convolve(x, self.edges, self.weights)
+
+
+class Attention(nn.Module):
+    """The mean over heads of attention: to the neighbours if there is a mask (n, n), to all if there is a method."""
+
+    def __init__(self, inward: int, outward: int, width: int, heads: int, mask: Tensor | None, method: Any) -> None:
+        super().__init__()
+        self.heads, self.method = heads, method
+        self.query, self.key = (nn.Linear(inward, heads * width, bias=False) for _ in range(2))
+        self.value = nn.Linear(inward, heads * outward, bias=False)
+        self.bias = nn.Parameter(torch.zeros(outward))
+        for layer in (self.query, self.key, self.value):
+            nn.init.xavier_uniform_(layer.weight)
+        self.register_buffer("mask", mask, persistent=False)
+        drawn = method.draw(width) if isinstance(method, subquad.RandomFeatures) else None
+        self.register_buffer("random_matrix", drawn)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            layer(x).unflatten(-1, (self.heads, -1)).transpose(0, 1) for layer in (self.query, self.key, self.value)
+        )
+        mixed = torch.zeros_like(v)
+        if self.mask is not None:
+            mixed = mixed + subquad.attention(q, k, v, attn_mask=self.mask)
+        if self.method is not None:
+            method = self.method if self.random_matrix is None else replace(self.method, matrix=self.random_matrix)
+            mixed = mixed + subquad.attention(q, k, v, method=method)
+        return mixed.mean(0) + self.bias

@@ -1,0 +1,137 @@
+"""Runs that differ in their seed alone: what one run cannot say of its figures, several can.
+
+folder/           one seed: the run itself
+folder/seed-7/    several: a run for each; beside them are the config of all, and what they come to together
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from subquad_lab import UsageError, chance, runs
+from subquad_lab.configs import config_of
+from subquad_lab.experiments import experiment
+from subquad_lab.plots import compared
+from subquad_lab.records import ABOUT, CONFIG, CURVES, Run
+from subquad_lab.train import Training
+
+SUMMARY = "summary.json"
+
+
+@dataclass(frozen=True)
+class Series:
+    """Finished runs, and their results."""
+
+    folder: Path
+    runs: list[Run]
+    results: list[dict[str, Any]]
+
+    def values(self, part: str, figure: str) -> list[float]:
+        """One for each seed."""
+        return [result[part][figure] for result in self.results]
+
+    def mean(self, part: str, figure: str) -> float:
+        return fmean(self.values(part, figure))
+
+    def shown(self, part: str, figure: str) -> str:
+        """With its interval, where there are seeds enough for one."""
+        values = self.values(part, figure)
+        return str(chance.over_seeds(values)) if len(values) > 1 else f"{values[0]:.4g}"
+
+
+def train(name: str, config: Training, out: Path, folder: str | None = None) -> Series:
+    """Start, or go on with what a folder of that name holds if it is of the same config."""
+    config = runs.settled(config)
+    place = out / folder if folder else None
+    if place is not None and (place / CONFIG).is_file():
+        if config_of(Run(place)) != (name, config):
+            raise UsageError(f"--out: {place} is a run with another config; expected a new folder")
+        return _all(name, config, Run(place))
+    if config.seeds == 1:
+        run, result = runs.start(name, config, out, folder)
+        return Series(run.folder, [run], [result])
+    runs.check_batch(config)
+    return _all(name, config, runs.create(name, config, out, folder, lambda run: None))
+
+
+def resume(folder: str | Path) -> Series:
+    """Go on with a run, or with a series of them."""
+    if not is_series(folder):
+        run, result = runs.resume(folder)
+        return Series(run.folder, [run], [result])
+    name, config = config_of(Run(Path(folder)))
+    return _all(name, config, Run(Path(folder)))
+
+
+def is_series(folder: str | Path) -> bool:
+    path = Path(folder)
+    return (path / CONFIG).is_file() and not (path / ABOUT).is_file() and config_of(Run(path))[1].seeds > 1
+
+
+def members(folder: Path, config: Training) -> dict[Path, Training]:
+    """The folder and the config of each run."""
+    if config.seeds == 1:
+        return {folder: config}
+    seeds = range(config.seed, config.seed + config.seeds)
+    return {folder / f"seed-{seed}": replace(config, seed=seed, seeds=1) for seed in seeds}
+
+
+def _all(name: str, config: Training, whole: Run) -> Series:
+    made = []
+    for place, own in members(whole.folder, config).items():
+        title = f"{name}, {place.name}" if config.seeds > 1 else name
+        if (place / ABOUT).is_file():
+            made.append(runs.resume(place, title))
+        else:
+            made.append(runs.start(name, own, place.parent, place.name, title))
+    series = Series(whole.folder, [run for run, _ in made], [result for _, result in made])
+    if config.seeds > 1 and runs.processes().is_main_process:
+        whole.write(CURVES, compared({run.name: [run] for run in series.runs}, experiment(name).MEASURE))
+        whole.write(SUMMARY, json.dumps(summary(series), indent=1).encode())
+    return series
+
+
+def summary(series: Series) -> dict[str, Any]:
+    """Of each figure the values, their mean, and half of the 95 % interval."""
+    parts: dict[str, Any] = {"runs": [run.name for run in series.runs]}
+    for part in ("valid", "test"):
+        parts[part] = {}
+        for figure in series.results[0][part]:
+            values = series.values(part, figure)
+            parts[part][figure] = asdict(chance.over_seeds(values)) | {"values": values}
+    return parts
+
+
+def chosen(folder: str | Path) -> Path:
+    """The run itself, or of a series the one that is best on the validation part."""
+    if not is_series(folder):
+        return Path(folder)
+    name, config = config_of(Run(Path(folder)))
+    found = {}
+    for place in members(Path(folder), config):
+        result = Run(place).result() if place.is_dir() else None
+        if result is not None:
+            found[place] = result["valid"][experiment(name).MEASURE]
+    if not found:
+        raise UsageError(f"RUN: {folder} has no finished run yet; `subquad train --resume {folder}` goes on")
+    best: Callable[..., Path] = max if experiment(name).HIGHER_IS_BETTER else min
+    return best(found, key=found.__getitem__)
+
+
+def print_result(series: Series) -> None:
+    """What it has come to, and where it is; by the main process alone."""
+    if not runs.processes().is_main_process:
+        return
+    over = f" over {len(series.runs)} seeds" if len(series.runs) > 1 else ""
+    print(f"test{over}: " + ", ".join(
+        f"{figure.replace('_', '-')} {series.shown('test', figure)}" for figure in series.results[0]["test"]
+    ))  # fmt: skip
+    steps, seconds = (sum(result[what] for result in series.results) for what in ("steps", "seconds"))
+    print(f"{series.folder}: {steps:,} steps, {seconds:,.0f} s; curves in {series.folder / CURVES}")
+    first = series.runs[0]
+    drawn = [first.folder / f"{picture}.svg" for picture in experiment(first.about()["experiment"]).pictures(first)]
+    if drawn:
+        print(f"pictures: {', '.join(map(str, drawn))}")
