@@ -1,21 +1,57 @@
-"""Small runs that tests train, break off and read."""
+"""Small runs that tests train, break off and read, and small data for them."""
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import yaml
 
 from subquad_lab import checkpoint, runs, snapshot
+from subquad_lab.experiments import graphs, images
 from subquad_lab.experiments.language import Config
 from subquad_lab.records import METRICS, Run
-from subquad_lab.train import Trainer
+from subquad_lab.train import Trainer, Training
 
 MODELS = {
     "rnn": dict(model="rnn", embedding=6, width=8, context=5, tied=False),
     "lstm": dict(model="lstm", embedding=6, width=8, layers=2, context=5),
     "transformer": dict(model="transformer", width=8, heads=2, layers=1, context=5, method="random:8"),
 }
+
+
+OTHERS: dict[str, tuple[str, dict]] = {
+    "pool": ("images", dict(downsample="pool")),
+    "stride": ("images", dict(downsample="stride", optimizer="adam")),
+    "gcn": ("graphs", dict()),
+    "attention": ("graphs", dict(mixer="both", method="random:8")),
+}
+
+
+def write_pictures(path: Path, classes: int = 3, **changes: np.ndarray | None) -> Path:
+    """An npz file in MedMNIST's layout: 12x12, each class with a bright quarter of its own; some arrays changed."""
+    draw = np.random.default_rng(0)
+    arrays: dict[str, np.ndarray | None] = {}
+    for part, count in (("train", 50), ("val", 20), ("test", 21)):
+        labels = draw.integers(classes, size=(count, 1)).astype(np.uint8)
+        labels[:classes, 0] = range(classes)
+        images = draw.integers(0, 120, size=(count, 12, 12)).astype(np.uint8)
+        for image, (label,) in zip(images, labels, strict=True):
+            image[6 * (label % 2) :, 6 * (label // 2) :][:6, :6] += 120
+        arrays |= {f"{part}_images": images, f"{part}_labels": labels}
+    np.savez(path, **{key: array for key, array in (arrays | changes).items() if array is not None})
+    return path
+
+
+def small(name: str, text: Path, **changes) -> tuple[str, Training]:
+    """An experiment and a config of 30 steps: a language model, or one of the others."""
+    if name in MODELS:
+        return "language", tiny(text, name, **changes)
+    experiment, own = OTHERS[name]
+    if experiment == "images":
+        common = dict(data=str(write_pictures(text / "pictures.npz")), batch=8, lr=0.02, momentum=0.5)
+        return experiment, images.Config(**common | dict(seeds=1, steps=30, evaluate_every=7) | own | changes)
+    return experiment, graphs.Config(**dict(seeds=1, steps=30, evaluate_every=7) | own | changes)
 
 
 def tiny(text, name: str = "rnn", **changes) -> Config:
@@ -38,7 +74,7 @@ def assert_same(one: Run, other: Run) -> None:
     assert log == other_log
 
 
-def broken_off(config: Config, folder: Path, step: int, error: BaseException) -> None:
+def broken_off(config: Training, folder: Path, step: int, error: BaseException, name: str = "language") -> None:
     """A run that ends with an error after a step: what was interrupted is saved, anything else is a crash."""
     after_step = Trainer._stop_if_asked
 
@@ -50,7 +86,7 @@ def broken_off(config: Config, folder: Path, step: int, error: BaseException) ->
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Trainer, "_stop_if_asked", stop)
         with pytest.raises(type(error)):
-            runs.start("language", config, folder.parent, folder.name)
+            runs.start(name, config, folder.parent, folder.name)
 
 
 def read_config(folder: Path) -> dict:

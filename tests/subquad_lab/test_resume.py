@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from small_runs import MODELS, assert_same, broken_off, final, tiny
+from small_runs import MODELS, OTHERS, assert_same, broken_off, final, small, tiny
 from subquad_lab import RunError, UsageError, checkpoint, files, runs, snapshot
 from subquad_lab.checkpoint import Checkpoint, Damaged
 from subquad_lab.experiments import language
@@ -14,16 +14,20 @@ from subquad_lab.interruption import Interrupted
 from subquad_lab.records import Run
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, *OTHERS])
 def test_a_run_stopped_at_any_step_and_resumed_is_the_same_to_the_bit(name, text, tmp_path, monkeypatch):
-    config = tiny(text, name)
+    experiment, config = small(name, text)
     monkeypatch.setattr(runs, "curves", lambda *_: b"")  # Sixty pictures would take longer than the runs.
-    whole, result = runs.start("language", config, tmp_path, "whole")
+    monkeypatch.setattr(runs.experiment(experiment), "pictures", lambda *_: {})
+    whole, result = runs.start(experiment, config, tmp_path, "whole")
     for step in range(1, 31):
-        broken_off(config, tmp_path / f"cut-{step}", step, Interrupted(signal.SIGTERM))
+        broken_off(config, tmp_path / f"cut-{step}", step, Interrupted(signal.SIGTERM), experiment)
         run, again = runs.resume(tmp_path / f"cut-{step}")
         assert_same(run, whole)
-        clock = {"seconds", "words_per_second"}
+        for record in whole.folder.glob("*.json"):  # predictions and the like
+            if record.name != "result.json":
+                assert (run.folder / record.name).read_bytes() == record.read_bytes()
+        clock = {"seconds", "words_per_second", "images_per_second", "nodes_per_second"}
         assert {k: v for k, v in again.items() if k not in clock} == {k: v for k, v in result.items() if k not in clock}
 
 

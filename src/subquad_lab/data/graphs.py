@@ -186,7 +186,10 @@ def _classes(found: Any, path: Path) -> np.ndarray:
     """Rows with a 1 in the place of the class; a row of zeros is unknown."""
     if not isinstance(found, PickledArray):
         raise UsageError(f"--data: {path}: expected an array, found {named(found)}")
-    table = found.values()
+    try:
+        table = found.values()
+    except (ValueError, TypeError) as error:
+        raise UsageError(f"--data: {path}: is no whole array: {error}") from error
     if table.ndim != 2 or not table.shape[1] or not np.isin(table, (0, 1)).all() or (table.sum(1) > 1).any():
         raise UsageError(f"--data: {path}: expected rows of zeros with at most one 1, found an array {table.shape}")
     return np.where(table.any(1), table.argmax(1), -1)

@@ -152,7 +152,7 @@ def read_idx(path: Path) -> np.ndarray:
     if len(content) != count:
         found = "more" if len(content) > count else f"{len(content):,}"
         raise UsageError(f"--data: {path}: expected {count:,} bytes for {sizes}, found {found}")
-    return np.frombuffer(content, np.uint8).reshape(sizes)
+    return np.frombuffer(bytearray(content), np.uint8).reshape(sizes)  # torch wants what can be written to
 
 
 # --- What they must be --------------------------------------------------------------------------------------------

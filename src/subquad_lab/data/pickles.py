@@ -6,6 +6,7 @@ stand-ins of our own in their place, which keep what they are given and do nothi
 
 import io
 import pickle
+import pickletools
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,9 @@ class _Reader(pickle.Unpickler):
 def unpickle(content: bytes, path: Path) -> Any:
     """The data of a pickle; nothing in it is executed."""
     try:
+        for code, value, _ in pickletools.genops(content):
+            if code.name in ("PUT", "LONG_BINPUT") and value > len(content):  # It would fill the memory.
+                raise pickle.UnpicklingError(f"it numbers its parts up to {value}")
         return _Reader(io.BytesIO(content), encoding="latin1").load()
     except Exception as error:  # A pickle can fail in any way that Python knows.
         raise UsageError(f"--data: {path}: is no pickle of a graph: {error or type(error).__name__}") from error

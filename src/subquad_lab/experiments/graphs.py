@@ -208,14 +208,17 @@ def pictures(run: Run) -> dict[str, bytes]:
 
 
 def norms_picture(run: Run) -> bytes:
-    figure, (axes,) = axes_of(1)
+    """Without normalisation they grow by a factor each time; with it they stay in sight of each other."""
+    figure, (left, right) = axes_of(2)
     for name, sizes in run.read_json(f"{NORMS}.json").items():
         if not isinstance(sizes, list) or not all(isinstance(size, int | float) for size in sizes):
             raise UsageError(f"{run.folder / NORMS}.json: expected numbers for {name!r}")
-        style = "-" if "without" not in name else "--"
+        axes, style = left if name.startswith("none") else right, "--" if "without" in name else "-"
         axes.plot(range(len(sizes)), sizes, style, marker="o", markersize=3, label=name.replace("$", r"\$"))
-    axes.set(xlabel="propagations", ylabel="norm of the features, first = 1", yscale="log")
-    axes.legend(fontsize="small")
+    left.set_yscale("log")
+    for axes in (left, right):
+        axes.set(xlabel="propagations", ylabel="norm of the features, at first 1")
+        axes.legend(fontsize="small")
     return svg(figure)
 
 

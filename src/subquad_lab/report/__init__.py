@@ -14,7 +14,7 @@ from subquad_lab.configs import config_of
 from subquad_lab.experiments import EXPERIMENTS, experiment
 from subquad_lab.files import write_whole
 from subquad_lab.plots import compared, curves
-from subquad_lab.records import Run, all_runs
+from subquad_lab.records import CONFIG, Run, all_runs
 
 PAGE = "page.html"
 
@@ -34,6 +34,8 @@ def write(folders: list[Path], root: Path, out: Path) -> None:
 def page(runs: list[Run]) -> str:
     """All text from records is escaped; the pictures are drawn here, from the figures."""
     root = Path(os.path.commonpath([run.folder.resolve().parent for run in runs]))
+    if (root / CONFIG).is_file():  # of a series, whose own name tells more than those of its seeds
+        root = root.parent
     named = {str(run.folder.resolve().relative_to(root)): run for run in runs}  # Two seeds may share the last name.
     sections = []
     for run in runs:

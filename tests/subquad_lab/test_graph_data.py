@@ -1,0 +1,323 @@
+"""Planetoid's files: read as data, joined in the right order, and a pickle that wants more is refused."""
+
+import io
+import os
+import pickle
+import struct
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy.sparse import csr_matrix
+
+from subquad_lab import UsageError
+from subquad_lab.data import graphs
+from subquad_lab.data.graphs import load_graph
+from subquad_lab.data.pickles import unpickle
+
+PLANETOID = os.environ.get("SUBQUAD_DATA")
+NODES, BEFORE = 640, 610  # Nodes 612 and 625 are in no file.
+LEFT_OUT = (612, 625)
+
+
+class OfPython2(pickle._Pickler):
+    """Writes what Python 2 wrote: its names of things, and bytes as its strings."""
+
+    dispatch = dict(pickle._Pickler.dispatch)  # noqa: RUF012 as its parent has it
+
+    def save_bytes(self, content: bytes) -> None:
+        self.write(b"T" + struct.pack("<i", len(content)) + content)
+        self.memoize(content)
+
+    dispatch[bytes] = save_bytes
+
+    def save_global(self, what, name=None) -> None:
+        old = {"numpy._core.multiarray": "numpy.core.multiarray", "scipy.sparse._csr": "scipy.sparse.csr",
+               "builtins": "__builtin__"}  # fmt: skip
+        module = old.get(what.__module__, what.__module__)
+        self.write(f"c{module}\n{name or what.__qualname__}\n".encode())
+        self.memoize(what)
+
+    dispatch[type] = save_global
+    dispatch[type(len)] = save_global
+
+
+def pickled(content: object) -> bytes:
+    buffer = io.BytesIO()
+    OfPython2(buffer, 2).dump(content)
+    return buffer.getvalue()
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setenv("SUBQUAD_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def contents() -> dict[str, bytes]:
+    """A graph as Planetoid would write it; feature 0 of a node is its number + 1, its class the number modulo 3."""
+    draw = np.random.default_rng(0)
+    rows = np.zeros((NODES, 6), np.float32)
+    rows[:, 0], rows[:, 1 + np.arange(NODES) % 5] = np.arange(NODES) + 1, 1
+    classes = np.eye(3, dtype=np.int32)[np.arange(NODES) % 3]
+    test = draw.permutation([node for node in range(BEFORE, NODES) if node not in LEFT_OUT])
+    near = defaultdict(list)
+    for node in range(NODES):
+        if node not in LEFT_OUT:
+            near[node] += [(node + 1) % BEFORE, (node * 7) % BEFORE, node]  # some twice, some one way, one to itself
+    parts = {"x": rows[:60], "allx": rows[:BEFORE], "tx": rows[test]}
+    chosen = {"y": classes[:60], "ally": classes[:BEFORE], "ty": classes[test]}
+    files = {name: pickled(csr_matrix(part)) for name, part in parts.items()}
+    files |= {name: pickled(part) for name, part in chosen.items()} | {"graph": pickled(near)}
+    return files | {"test.index": "".join(f"{node}\n" for node in test).encode()}
+
+
+def write(folder: Path, **changes: bytes) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in (contents() | {key.replace("_", "."): value for key, value in changes.items()}).items():
+        (folder / f"ind.small.{name}").write_bytes(content)
+    return folder
+
+
+# --- What is read -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("inside", ["", "raw", "Small/raw"])
+def test_a_graph_is_put_together(inside, tmp_path, cache):
+    write(tmp_path / "p" / inside)
+    graph = load_graph(str(tmp_path / "p"))
+    assert graph.name == "small"
+    assert graph.features.shape == (NODES, 6)
+    known = [node for node in range(NODES) if node not in LEFT_OUT]
+    assert graph.features[known, 0].tolist() == [node + 1 for node in known]
+    assert graph.classes[known].tolist() == [node % 3 for node in known]
+    for node in LEFT_OUT:  # as in Citeseer
+        assert not graph.features[node].any()
+        assert graph.classes[node] == -1
+        assert not (graph.edges == node).any()
+    assert graph.train.tolist() == list(range(60))
+    assert graph.valid.tolist() == list(range(60, 560))
+    assert graph.test.tolist() == [node for node in range(BEFORE, NODES) if node not in LEFT_OUT]
+    pairs = set(map(tuple, graph.edges.T.tolist()))
+    assert len(pairs) == graph.edges.shape[1]
+    assert all(a != b and (b, a) in pairs for a, b in pairs)
+    wanted = {(node, other) for node in known for other in ((node + 1) % BEFORE, node * 7 % BEFORE) if node != other}
+    assert pairs == wanted | {(b, a) for a, b in wanted}
+
+
+def test_it_is_converted_once(tmp_path, cache, monkeypatch):
+    folder = write(tmp_path / "p")
+    first = load_graph(str(folder))
+    (converted,) = cache.glob("graphs/*.npz")
+
+    def refused(*_):
+        raise AssertionError("it was unpickled again")
+
+    monkeypatch.setattr(graphs, "unpickle", refused)
+    assert load_graph(str(folder)).checksum == first.checksum
+    moved = converted.rename(tmp_path / "small.npz")
+    assert load_graph(str(moved)).checksum == first.checksum
+    assert load_graph(str(moved)).name == "small"
+
+
+def test_changed_files_are_converted_anew(tmp_path, cache):
+    first = load_graph(str(write(tmp_path / "p")))
+    lines = contents()["test.index"].split()
+    changed = load_graph(str(write(tmp_path / "p", test_index=b"\n".join(reversed(lines)))))
+    assert changed.checksum != first.checksum
+    assert len(list(cache.glob("graphs/*.npz"))) == 2
+
+
+def test_without_a_place_for_the_cache_it_is_read_all_the_same(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("SUBQUAD_CACHE", str(tmp_path / "file" / "cache"))
+    assert load_graph(str(write(tmp_path / "p"))).nodes == NODES
+
+
+def test_the_karate_club():
+    club = load_graph()
+    assert (club.nodes, club.edges.shape[1]) == (34, 156)
+    parts = [club.train.tolist(), club.valid.tolist(), club.test.tolist()]
+    assert sorted(node for part in parts for node in part) == list(range(34))
+    assert sorted(club.classes[club.train].tolist()) == [0, 1, 2, 3]
+
+
+@pytest.mark.skipif(not PLANETOID, reason="SUBQUAD_DATA names no folder with planetoid/ind.cora.*")
+def test_cora_is_as_its_authors_describe_it(cache):
+    cora = load_graph(f"{PLANETOID}/planetoid")
+    assert (cora.nodes, cora.edges.shape[1] // 2, cora.features.shape[1]) == (2708, 5278, 1433)
+    assert (len(cora.train), len(cora.valid), len(cora.test)) == (140, 500, 1000)
+    assert cora.classes.bincount().tolist() == [351, 217, 418, 818, 426, 298, 180]
+
+
+# --- What is refused ----------------------------------------------------------------------------------------------
+
+
+class Attack:
+    def __init__(self, function, *arguments) -> None:
+        self.call = function, arguments
+
+    def __reduce__(self):
+        return self.call
+
+
+ATTACKS = {
+    "posix.system": lambda mark: Attack(os.system, f"touch {mark}"),
+    "builtins.eval": lambda mark: Attack(eval, f"open({str(mark)!r}, 'w')"),
+    "io.open": lambda mark: Attack(open, str(mark), "w"),
+    "functools.partial": lambda mark: Attack(__import__("functools").partial, os.system, f"touch {mark}"),
+}
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+@pytest.mark.parametrize("file", ["x", "ally", "graph"])
+@pytest.mark.parametrize("protocol", [0, 2, 4])
+def test_a_pickle_that_wants_to_run_something_is_refused(name, file, protocol, tmp_path, cache):
+    mark = tmp_path / "executed"
+    attack = pickle.dumps(ATTACKS[name](mark), protocol)
+    folder = write(tmp_path / "p", **{file: attack})
+    with pytest.raises(UsageError) as told:
+        load_graph(str(folder))
+    assert f"ind.small.{file}: is no pickle of a graph: it asks for" in str(told.value)
+    assert "refused" in str(told.value)
+    assert not mark.exists()
+    assert not cache.exists()
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        b"cnumpy\nndarray.__class__\n.",
+        b"\x80\x04\x8c\x05numpy\x8c\x10ndarray.__init__\x93.",  # a name with a dot, in the newer opcode
+        b"cnumpy\nload\n.",
+        b"cscipy.sparse.csr\nos\n.",
+        b"ccopyreg\n_reconstructor\n.",
+        b"ccollections\nnamedtuple\n.",
+        b"c__builtin__\ngetattr\n.",
+        b"\x82\x01.",
+        b"Psome id\n.",
+        b"",
+        b".",
+        b"(",
+        b"\x80\xff.",
+        b"r\xff\xff\xff\x7f.",
+    ],
+)
+def test_other_names_and_broken_pickles_are_refused(code, tmp_path):
+    with pytest.raises(UsageError, match=r"f: is no pickle of a graph: "):
+        unpickle(code, Path("f"))
+
+
+def test_stand_ins_do_nothing_with_what_they_are_given():
+    """Even where a pickle calls them with names of its own."""
+    code = b"cnumpy\ndtype\n(Vos\nVsystem\ntR(I3\nV<\ntb."
+    kind = unpickle(code, Path("f"))
+    with pytest.raises(ValueError, match=r"numbers of the kind 'os'"):
+        kind.dtype()
+
+
+@pytest.mark.parametrize("file", ["x", "graph", "ty"])
+def test_every_cut_of_a_file_is_told(file, tmp_path, cache):
+    whole = contents()[file]
+    for length in np.random.default_rng(0).integers(0, len(whole), 100):
+        with pytest.raises(UsageError, match=rf"ind.small.{file}"):
+            graphs.planetoid(
+                contents() | {file: whole[:length]}, {name: Path(f"ind.small.{name}") for name in contents()}
+            )
+
+
+@pytest.mark.parametrize("file", ["x", "graph", "ty", "allx"])
+def test_changed_bytes_never_do_more_than_change_numbers(file, tmp_path, cache):
+    """Either the file is refused in one line, or a graph comes out that fits together."""
+    whole, draw = contents(), np.random.default_rng(1)
+    names = {name: Path(f"ind.small.{name}") for name in whole}
+    for place in draw.integers(0, len(whole[file]), 60):
+        content = bytearray(whole[file])
+        content[place] ^= 1 << draw.integers(8)
+        try:
+            found = graphs._graph("x", graphs.planetoid(whole | {file: bytes(content)}, names), "x")
+        except UsageError:
+            continue
+        assert found.features.isfinite().all()
+        assert found.edges.max() < found.nodes
+
+
+def csr(**changes: object) -> bytes:
+    """A sparse matrix whose parts need not fit together."""
+    matrix = csr_matrix(np.eye(60, 6, dtype=np.float32))
+    for name, value in changes.items():
+        setattr(matrix, name, value)
+    return pickled(matrix)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("x", pickled(np.zeros((60, 6))), "ind.small.x: expected a sparse matrix, found array"),
+        ("y", pickled([1, 2]), "ind.small.y: expected an array, found list"),
+        ("y", pickled(np.zeros((60, 3), object)), "ind.small.y: is no whole array: an array of something else than"),
+        ("y", pickled(np.full((60, 3), 0.5)), "ind.small.y: expected rows of zeros with at most one 1"),
+        ("y", pickled(np.ones((60, 3))), "ind.small.y: expected rows of zeros with at most one 1"),
+        ("y", pickled(np.eye(59, 3)), "ind.small.y: expected 60 rows as in ind.small.x, found 59"),
+        ("x", pickled(csr_matrix(np.eye(60, 5))), "ind.small.x: expected 6 features, found 5"),
+        ("x", csr(indices=np.full(6, 99, np.int32)), "ind.small.x: is no whole sparse matrix"),
+        ("x", csr(indptr=np.full(61, 99, np.int32)), "ind.small.x: is no whole sparse matrix"),
+        ("x", csr(indptr=np.zeros(5, np.int32)), "ind.small.x: is no whole sparse matrix"),
+        ("x", csr(data=np.full(6, np.nan, np.float32)), "ind.small.x: expected finite features"),
+        ("x", csr(_shape=(60, 10**12)), "ind.small.x: 60 x 1,000,000,000,000 features are more than"),
+        ("x", csr(_shape=(60, -1)), "ind.small.x: is no whole sparse matrix"),
+        ("x", csr(_shape="ab"), "ind.small.x: is no whole sparse matrix"),
+        ("graph", pickled([1]), "ind.small.graph: expected the neighbours of each node, found list"),
+        ("graph", pickled({0: 1}), "ind.small.graph: expected the neighbours of each node, found dict"),
+        ("graph", pickled({0: [NODES]}), f"ind.small.graph: expected numbers of nodes from 0 to below {NODES}"),
+        ("graph", pickled({0: ["x"]}), "ind.small.graph: expected numbers of nodes from 0"),
+        ("graph", pickled({-1: [0]}), "ind.small.graph: expected numbers of nodes from 0"),
+        ("test.index", b"1\nx\n", "ind.small.test.index: expected a whole number on each line"),
+        ("test.index", b"\xff", "ind.small.test.index: expected a whole number on each line"),
+        ("test.index", b"", "ind.small.test.index: expected 28 different numbers >= 610"),
+        ("test.index", b"610\n" * 28, "ind.small.test.index: expected 28 different numbers >= 610"),
+        ("test.index", b"".join(b"%d\n" % i for i in range(28)), "expected 28 different numbers >= 610"),
+        ("test.index", b"".join(b"%d\n" % (610 + i * 10**8) for i in range(28)), "is far above the 638 listed"),
+    ],
+)  # fmt: skip
+def test_parts_that_do_not_fit_are_named(file, content, message, tmp_path, cache):
+    folder = write(tmp_path / "p", **{file.replace(".", "_"): content})
+    with pytest.raises(UsageError) as told:
+        load_graph(str(folder))
+    assert message in str(told.value)
+
+
+@pytest.mark.parametrize("file", [*graphs.FILES])
+def test_a_missing_file_is_named(file, tmp_path, cache):
+    folder = write(tmp_path / "p")
+    (folder / f"ind.small.{file}").unlink()
+    with pytest.raises(
+        UsageError, match=rf"has no ind.small.{file}" if file != "x" else r"expected one file ind.NAME.x"
+    ):
+        load_graph(str(folder))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(edges=np.zeros((3, 4), int)), r"expected \(2, edges\) and a class for each of 5 nodes"),
+        (dict(edges=np.full((2, 4), 5)), "edges: expected numbers of nodes from 0 to below 5"),
+        (dict(classes=np.zeros(4, int)), r"expected \(2, edges\) and a class for each of 5 nodes"),
+        (dict(classes=np.array([0, 1, -1, 0, 1])), "valid: expected nodes whose class is known"),
+        (dict(classes=np.array([0, 1, 0, 0, 9])), "classes reach 9, which no training node has"),
+        (dict(train=np.array([], int)), "train: expected whole numbers in 1 dimensions"),
+        (dict(test=np.array([0.5])), "test: expected whole numbers in 1 dimensions, found float64"),
+        (dict(test=np.array([-1])), "test: expected numbers of nodes from 0 to below 5"),
+        (dict(features=np.zeros(5)), r"features: expected numbers in 2 dimensions, found float64 \(5,\)"),
+        (dict(features=np.array([[object()]] * 5)), "is no whole npz file of numbers: Object arrays"),
+    ],
+)
+def test_an_npz_that_is_no_graph_is_told(changes, message, tmp_path):
+    good = dict(features=np.eye(5), edges=np.array([[0, 1], [1, 0]]), classes=np.array([0, 1, 0, 1, 0]),
+                train=np.array([0, 1]), valid=np.array([2]), test=np.array([3, 4]))  # fmt: skip
+    np.savez(tmp_path / "g.npz", **good)
+    assert load_graph(str(tmp_path / "g.npz")).nodes == 5
+    np.savez(tmp_path / "g.npz", **good | changes)
+    with pytest.raises(UsageError, match=message):
+        load_graph(str(tmp_path / "g.npz"))
