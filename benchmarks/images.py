@@ -1,0 +1,95 @@
+"""Pooling against strides on real pictures: the sweep of rates, five seeds of each, and Fashion-MNIST.
+
+    python benchmarks/images.py --medmnist pneumoniamnist.npz --fashion FOLDER [--out runs/benchmark]
+
+Rates and Fashion-MNIST are the published recipe (`--preset published`), the comparison is the sound one. Runs that are
+finished are read, and those that were stopped go on.
+"""
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from results import FOLDER, machine, today, write_page
+
+from subquad_lab.compare import differences, verdict
+from subquad_lab.configs import config_from, presets, read
+from subquad_lab.experiments import images
+from subquad_lab.plots import compared
+from subquad_lab.records import ABOUT
+from subquad_lab.series import Series, train
+
+RATES = (0.1, 0.01, 0.001)
+SEEDS = 5
+FIGURES = "| {} | parameters | epochs | training | validation accuracy | test accuracy | cross-entropy |"
+RULE = "|---|---:|---:|---:|---:|---:|---:|"
+
+
+def line(name: str, series: Series) -> str:
+    about, result = series.runs[0].read_json(ABOUT), series.results[0]
+    seconds = sum(each["seconds"] for each in series.results)
+    return (
+        f"| {name} | {about['parameters']['total']:,} | {result['epochs']:.0f} | {seconds / 60:.1f} min | "
+        f"{series.shown('valid', 'accuracy')} | {series.shown('test', 'accuracy')} | "
+        f"{series.shown('test', 'cross_entropy')} |"
+    )
+
+
+def rates(data: str, name: str, out: Path) -> tuple[list[str], list[Series]]:
+    """The published recipe at each rate: a table, and a picture with a line for each."""
+    base = replace(config_from("images", read(presets("images")["published"]), "published"), data=data)
+    made = {f"rate {rate:g}": train("images", replace(base, lr=rate), out, f"{name}-lr-{rate:g}") for rate in RATES}
+    picture = f"images_{name}_{today()}.svg"
+    (FOLDER / picture).write_bytes(compared({rate: series.runs for rate, series in made.items()}, images.MEASURE))
+    sizes = next(iter(made.values())).runs[0].about()["data"]["sizes"]
+    page = [
+        f"## {name}: the published recipe at three rates",
+        f"`subquad sweep images --preset published --grid.lr 0.1,0.01,0.001`, pictures {sizes}, seed 42, last weights.",
+        f"![training loss and validation accuracy]({picture})",
+        "\n".join([FIGURES.format("rate"), RULE, *(line(rate, series) for rate, series in made.items())]),
+    ]
+    return page, list(made.values())
+
+
+def downsampling(data: str, name: str, out: Path) -> tuple[list[str], list[Series]]:
+    """Pool against stride, the sound recipe, five seeds."""
+    found = images.variants(images.Config(data=data, seeds=SEEDS))
+    made = {how: train("images", config, out, f"{name}-{how}") for how, config in found.items()}
+    picture = f"images_{name}_downsampling_{today()}.svg"
+    (FOLDER / picture).write_bytes(compared({how: series.runs for how, series in made.items()}, images.MEASURE))
+    ((other, interval),) = differences(made, images.MEASURE).items()
+    first, *_ = made
+    page = [
+        f"## {name}: pooling against strides, {SEEDS} seeds",
+        f"`subquad compare images --seeds {SEEDS}`: best validation weights, 95 % intervals over seeds.",
+        f"![training loss and validation accuracy]({picture})",
+        "\n".join([FIGURES.format("halved by"), RULE, *(line(how, series) for how, series in made.items())]),
+        f"**{verdict(first, other, images.MEASURE, interval, made[first])}.**",
+    ]
+    return page, list(made.values())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Pooling against strides on real pictures.")
+    parser.add_argument("--medmnist", help="a MedMNIST npz file")
+    parser.add_argument("--fashion", help="folder with Fashion-MNIST's *-ubyte files")
+    parser.add_argument("--out", type=Path, default=Path("runs/benchmark"))
+    options = parser.parse_args()
+    page, records = [f"# Pooling against strides, {today()}", machine()], list[dict[str, Any]]()
+    parts = []
+    if options.medmnist:
+        name = Path(options.medmnist).stem
+        parts += [rates(options.medmnist, name, options.out), downsampling(options.medmnist, name, options.out)]
+    if options.fashion:
+        parts.append(rates(options.fashion, "fashion-mnist", options.out))
+    for text, made in parts:
+        page += text
+        for series in made:
+            records += [{"run": f"{series.folder.name}/{run.name}", **result} for run, result in
+                        zip(series.runs, series.results, strict=True)]  # fmt: skip
+    write_page("images", "\n\n".join(page) + "\n", records)
+
+
+if __name__ == "__main__":
+    main()
