@@ -1,6 +1,7 @@
 """Graph networks: a propagation is the matrix that it is said to be, attention sees what it should, runs are whole."""
 
 import json
+from dataclasses import replace
 from itertools import product
 from typing import get_args
 
@@ -132,6 +133,25 @@ def test_a_graph_whose_mask_would_not_fit_is_refused(monkeypatch):
     graphs.build(Config(mixer="all"))
 
 
+def test_dropout_of_the_features_drops_each_entry_as_often_and_keeps_the_mean():
+    graph = load_graph()
+    features = torch.rand(34, 34) * (torch.rand(34, 34) < 0.3)
+    model = make_model(Config(dropout=0.25), replace(graph, features=features), 4)
+    seen = []
+    model.first.register_forward_hook(lambda _, inputs, __: seen.append(inputs[0]))
+    torch.manual_seed(0)
+    for _ in range(2000):
+        model.embed(features)
+    drawn = torch.stack(seen)
+    kept = features > 0
+    assert not drawn[:, ~kept].any()
+    shares = (drawn[:, kept] == 0).float().mean(0)
+    assert (shares - 0.25).abs().max() < 5 * (0.25 * 0.75 / 2000) ** 0.5
+    assert torch.allclose(drawn.max(0).values, features / 0.75)
+    model.eval().embed(features)
+    assert torch.equal(seen[-1], features)
+
+
 # --- Runs ---------------------------------------------------------------------------------------------------------
 
 
@@ -150,8 +170,6 @@ def test_features_are_divided_by_their_sum_and_empty_rows_stay():
     graph = load_graph()
     features = torch.rand(34, 5)
     features[7] = 0
-    from dataclasses import replace
-
     task = graphs.Graphs(Config(), replace(graph, features=features))
     sums = task.features.sum(1)
     assert sums[7] == 0

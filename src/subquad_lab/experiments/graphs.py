@@ -79,13 +79,16 @@ class Config(Training):
 
 def make_model(config: Config, graph: Graph, classes: int) -> GraphNet:
     inward, width = graph.features.shape[1], config.width
+    layers: tuple[nn.Module, nn.Module]
     if config.mixer == "gcn":
         sums = propagation(graph.edges, graph.nodes, config.self_loops, config.normalisation)
-        return GraphNet(Convolution(inward, width, *sums), Convolution(width, classes, *sums), config.dropout)
-    mask = neighbours(graph) if config.mixer != "all" else None
-    method = parse_method(config.method) if config.mixer != "neighbours" else None
-    return GraphNet(Attention(inward, width, width, config.heads, mask, method),
-                    Attention(width, classes, width, config.heads, mask, method), config.dropout)  # fmt: skip
+        layers = Convolution(inward, width, *sums), Convolution(width, classes, *sums)
+    else:
+        mask = neighbours(graph) if config.mixer != "all" else None
+        method = parse_method(config.method) if config.mixer != "neighbours" else None
+        layers = (Attention(inward, width, width, config.heads, mask, method),
+                  Attention(width, classes, width, config.heads, mask, method))  # fmt: skip
+    return GraphNet(*layers, config.dropout, graph.features)
 
 
 def neighbours(graph: Graph) -> Tensor:

@@ -38,15 +38,23 @@ def propagation(edges: Tensor, nodes: int, self_loops: bool, normalisation: Norm
 
 
 class GraphNet(nn.Module):
-    """Features (n, f) -> log probabilities (n, classes). `embed` is what the first layer makes of them, (n, w)."""
+    """Features (n, f) -> log probabilities (n, classes). `embed` is what the first layer makes of them, (n, w).
 
-    def __init__(self, first: nn.Module, second: nn.Module, dropout: float) -> None:
+    Features of a graph are mostly zeros, which dropout leaves as they are. Random numbers are drawn for the others
+    alone, whose places are known: drawing for all would take ten times as long as the rest of a step.
+    """
+
+    def __init__(self, first: nn.Module, second: nn.Module, dropout: float, features: Tensor) -> None:
         super().__init__()
         self.first, self.second = first, second
         self.dropout = nn.Dropout(dropout)
+        self.register_buffer("places", features.nonzero().T, persistent=False)
 
     def embed(self, features: Tensor) -> Tensor:
-        return F.relu(self.first(self.dropout(features)))
+        if self.training:
+            places = tuple(self.places)
+            features = torch.zeros_like(features).index_put(places, self.dropout(features[places]))
+        return F.relu(self.first(features))
 
     def forward(self, features: Tensor) -> Tensor:
         return F.log_softmax(self.second(self.dropout(self.embed(features))), -1)
