@@ -114,8 +114,6 @@ def train(experiment: str | None, config: Any, out: str, resume: str | None) -> 
 
     from subquad_lab import series
 
-    if resume is not None and experiment is not None:
-        raise UsageError(f"--resume: give either an experiment or --resume RUN, not both; found {experiment!r} too")
     if resume is None and experiment is None:
         raise UsageError("EXPERIMENT: expected an experiment, or --resume RUN, found neither")
     series.print_result(series.resume(resume) if experiment is None else series.train(experiment, config, Path(out)))
@@ -183,7 +181,7 @@ def report(runs: list[str] = [], out: str = "report.html", root: str = "runs") -
     """Write one page about runs: tables, curves, and published figures beside ours.
 
     Args:
-        runs: Folders of runs; all runs in root if none is given.
+        runs: Folders of runs, also of series, comparisons and sweeps; all runs in root if none is given.
         out: The page; one file that needs no other.
         root: Folder to look into.
     """
@@ -246,10 +244,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code: 0, 1 for a run that fails, 2 for bad usage, 130 and 143 for signals."""
     from argparse import ArgumentError
 
+    given = list(sys.argv[1:] if arguments is None else arguments)
     warnings.showwarning = lambda message, *_: print(f"subquad: warning: {message}", file=sys.stderr)
     try:
         try:
-            call(COMMANDS, OF_EXPERIMENTS, list(sys.argv[1:] if arguments is None else arguments))
+            call(COMMANDS, OF_EXPERIMENTS, given)
         finally:
             sys.stdout.flush()  # here, where a closed pipe is still caught
     except ArgumentError as error:
@@ -262,7 +261,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         complain(error)
         return 1
     except Interrupted as error:
-        print(f"subquad: {error}; the run is saved", file=sys.stderr)
+        again = f"subquad train --resume {error.folder}" if given[:1] == ["train"] else "the same command once more"
+        print(f"subquad: {error}; the run is saved, and goes on with: {again}", file=sys.stderr)
         return error.exit_code
     except ModuleNotFoundError as error:
         complain(f"{error.name} is missing; the command needs: pip install 'subquad[lab]'")

@@ -37,7 +37,7 @@ def run(name: str, config: Training, out: Path) -> None:
         for variant, series in done.items()
     }  # fmt: skip
     for variant, interval in found.items():
-        content[variant]["first_less_this"] = asdict(interval)
+        content[variant]["first_minus_this"] = asdict(interval)
     try:
         write_whole(out / "compare.json", json.dumps(content, indent=1).encode())
         write_whole(out / "compare.svg", compared({variant: series.runs for variant, series in done.items()}, measure))
@@ -45,6 +45,8 @@ def run(name: str, config: Training, out: Path) -> None:
         raise RunError(f"cannot write into {out}: {error.strerror}") from error
     show(f"{name}: {measure}", rows)
     first, *_ = done.values()
+    if found:
+        print("+-: 95 % interval of the mean, over seeds; in the differences over test examples too")
     for variant, interval in found.items():
         print(verdict(next(iter(done)), variant, measure, interval, first))
     print(f"{out / 'compare.svg'}, {out / 'compare.json'}")
@@ -61,7 +63,7 @@ def cells(variant: str, series: Series, measure: str, unit: str) -> tuple[str, .
 
 
 def differences(done: dict[str, Series], measure: str) -> dict[str, Interval]:
-    """The first variant less each other one, on the test part; none where there is one seed."""
+    """The first variant minus each other one, on the test part; none where there is one seed."""
     (_, first), *others = done.items()
     if len(first.runs) < 2:
         return {}
@@ -81,7 +83,7 @@ def verdict(first: str, other: str, measure: str, found: Interval, series: Serie
     examples = right(series)
     over = f"{len(series.runs)} seeds" + (f" and {len(examples):,} test examples" if examples else "")
     size = "larger than chance" if found.excludes_zero() else "not larger than chance"
-    return f"{first} less {other}: {measure} {found.mean:+.4f} +- {found.half:.4f} (95 %, {over}): {size}"
+    return f"{first} minus {other}: {measure} {found.mean:+.4f} +- {found.half:.4f} (95 %, {over}): {size}"
 
 
 def show(title: str, rows: list[tuple[str, ...]]) -> None:

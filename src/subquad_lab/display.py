@@ -43,12 +43,12 @@ class Display:
             self.last = time.monotonic()
             self.line(f"{text}  {done:.0%}")
 
-    def evaluated(self, step: int, figures: dict[str, float], is_best: bool) -> None:
-        if time.monotonic() - self.evaluation < EVALUATION_SECONDS:
+    def evaluated(self, step: int, figures: dict[str, float], best: str, is_last: bool) -> None:
+        if time.monotonic() - self.evaluation < EVALUATION_SECONDS and not is_last:
             return
         self.evaluation = time.monotonic()
         text = "  ".join(f"{name} {figure:.4g}" for name, figure in figures.items())
-        self.line(f"{self.title}  step {step:,}  validation: {text}{'  (best so far)' if is_best else ''}")
+        self.line(f"{self.title}  step {step:,}  validation: {text}  (best so far: {best})")
 
     def line(self, text: str) -> None:
         self.console.print(text, highlight=False, markup=False, soft_wrap=True)

@@ -1,6 +1,7 @@
 """Ctrl-C and SIGTERM: the step is finished, the run saved, and only then the process ends."""
 
 import signal
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Self
 
@@ -13,6 +14,7 @@ class Interrupted(Exception):
     def __init__(self, number: int) -> None:
         super().__init__(f"stopped by {signal.Signals(number).name}")
         self.exit_code = 128 + number
+        self.folder: Path | None = None  # of the run, or of the series that it belongs to
 
 
 class Interruption:

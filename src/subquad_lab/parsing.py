@@ -14,6 +14,8 @@ from typing import Any
 from docstring_parser import parse
 from jsonargparse import ArgumentParser
 
+from subquad_lab import UsageError
+
 Command = Callable[..., None]
 KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false"}
 
@@ -49,7 +51,8 @@ def call(commands: Sequence[Command], of_experiments: dict[str, str], arguments:
         options.add_function_arguments(command, as_group=False, as_positional=True, skip=set(lists))
         for given, parameter in lists.items():
             help = next(part.description for part in parse(command.__doc__).params if part.arg_name == given)
-            options.add_argument(given, nargs="+" if parameter.default is parameter.empty else "*", help=help)
+            count = "+" if parameter.default is parameter.empty else "*"
+            options.add_argument(given, nargs=count, help=help)
 
     chosen = parser.parse_args(arguments)
     function = {command.__name__: command for command in commands}[chosen.subcommand]
@@ -71,13 +74,15 @@ def add_experiments(
         if kind in own:
             arguments, searched[kind] = split_off(arguments, kind)
     if "resume" in own:
+        _resume_alone(arguments)
         options.add_argument("--resume", type=str | None, default=None, help="Folder of a run to go on with.")
     experiments = options.add_subcommands(required=False, dest="experiment")
     for name in EXPERIMENTS:
         about = inspect.getdoc(experiment(name)) or ""
-        fields = Options(description=about)
+        fields = Options(description=f"{inspect.getdoc(command)}\n\n{about}")
         experiments.add_subcommand(name, fields, help=about.partition("\n")[0])
-        fields.add_argument("--out", type=str, default=out, help="Folder to write into.")
+        place = out if "resume" in own else f"{out}/{name}"  # A folder holds one comparison, or one sweep.
+        fields.add_argument("--out", type=str, default=place, help="Folder to write into.")
         names = ", ".join(presets(name))
         fields.add_argument("--preset", type=str | None, default=None, help=f"A config of the package: {names}.")
         fields.add_argument("--config", type=str | None, default=None, help="A YAML file with any of the fields.")
@@ -87,6 +92,16 @@ def add_experiments(
         if name in arguments:
             fields.set_defaults(given_fields(name, arguments))
     return arguments, searched
+
+
+def _resume_alone(arguments: list[str]) -> None:
+    """A run that goes on has its config already."""
+    given = [argument for argument in arguments[1:] if argument not in ("-h", "--help")]
+    first = next((i for i, argument in enumerate(given) if argument.partition("=")[0] == "--resume"), None)
+    if first is not None:
+        rest = given[:first] + given[first + (1 if "=" in given[first] else 2) :]
+        if rest:
+            raise UsageError(f"--resume: expected the folder of a run and nothing else, found {' '.join(rest)!r} too")
 
 
 def with_config(given: dict[str, Any]) -> dict[str, Any]:

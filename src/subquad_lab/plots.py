@@ -33,6 +33,7 @@ def compared(groups: dict[str, list[Run]], measure: str) -> bytes:
                 axes.plot(*zip(*points, strict=True), "o-", markersize=3, label=label)
     for axes, what in zip(both, ("training loss", f"validation {measure.replace('_', ' ')}"), strict=True):
         axes.set(xlabel="epoch", ylabel=what)
+        axes.locator_params(axis="x", integer=True)
     if both[1].lines and min(min(line.get_ydata()) for line in both[1].lines) > 1:
         both[1].set_yscale("log")  # A perplexity falls by factors.
     if groups:

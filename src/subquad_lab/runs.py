@@ -18,6 +18,7 @@ from subquad_lab.configs import config_of
 from subquad_lab.display import Display
 from subquad_lab.experiments import experiment
 from subquad_lab.files import locked
+from subquad_lab.interruption import Interrupted
 from subquad_lab.plots import curves
 from subquad_lab.records import ABOUT, CURVES, RESULT, Run, all_runs, versions
 from subquad_lab.train import Task, Trainer, Training
@@ -83,7 +84,11 @@ def _train(run: Run, task: Task, config: Training, name: str, title: str | None)
         found = checkpoint.newest(run.checkpoints)
         if found is not None:
             trainer.restore(found)
-        result = trainer.train()
+        try:
+            result = trainer.train()
+        except Interrupted as error:
+            error.folder = run.folder
+            raise
         if state.is_main_process:
             run.write(CURVES, curves(run, task.measure))
             for what, content in task.records().items():

@@ -5,6 +5,7 @@ folder/seed-7/    several: a run for each; beside them are the config of all, an
 """
 
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -14,8 +15,9 @@ from typing import Any
 from subquad_lab import UsageError, chance, runs
 from subquad_lab.configs import config_of
 from subquad_lab.experiments import experiment
+from subquad_lab.interruption import Interrupted
 from subquad_lab.plots import compared
-from subquad_lab.records import ABOUT, CONFIG, CURVES, Run
+from subquad_lab.records import ABOUT, CONFIG, CURVES, RESULT, Run
 from subquad_lab.train import Training
 
 SUMMARY = "summary.json"
@@ -47,14 +49,22 @@ def train(name: str, config: Training, out: Path, folder: str | None = None) -> 
     config = runs.settled(config)
     place = out / folder if folder else None
     if place is not None and (place / CONFIG).is_file():
-        if config_of(Run(place)) != (name, config):
-            raise UsageError(f"--out: {place} is a run with another config; expected a new folder")
+        _check_same(name, config, Run(place))
         return _all(name, config, Run(place))
     if config.seeds == 1:
         run, result = runs.start(name, config, out, folder)
         return Series(run.folder, [run], [result])
     runs.check_batch(config)
+    runs.build(name, config)  # Data that are missing or wrong are told before there is a folder.
     return _all(name, config, runs.create(name, config, out, folder, lambda run: None))
+
+
+def _check_same(name: str, config: Training, found: Run) -> None:
+    of, other = config_of(found)
+    differing = [field for field, value in vars(config).items() if vars(other).get(field) != value]
+    if of != name or differing:
+        what = f"of {of}" if of != name else f"with another {', '.join(differing)}"
+        raise UsageError(f"--out: {found.folder} holds a run {what}; expected the same, or a new folder")
 
 
 def resume(folder: str | Path) -> Series:
@@ -79,14 +89,24 @@ def members(folder: Path, config: Training) -> dict[Path, Training]:
     return {folder / f"seed-{seed}": replace(config, seed=seed, seeds=1) for seed in seeds}
 
 
+def finished(folder: Path, config: Training) -> Series:
+    """What is there; all of its runs have a result."""
+    made = [Run.open(place) for place in members(folder, config)]
+    return Series(folder, made, [run.read_json(RESULT) for run in made])
+
+
 def _all(name: str, config: Training, whole: Run) -> Series:
     made = []
     for place, own in members(whole.folder, config).items():
         title = f"{name}, {place.name}" if config.seeds > 1 else name
-        if (place / ABOUT).is_file():
-            made.append(runs.resume(place, title))
-        else:
-            made.append(runs.start(name, own, place.parent, place.name, title))
+        try:
+            if (place / ABOUT).is_file():
+                made.append(runs.resume(place, title))
+            else:
+                made.append(runs.start(name, own, place.parent, place.name, title))
+        except Interrupted as error:
+            error.folder = whole.folder
+            raise
     series = Series(whole.folder, [run for run, _ in made], [result for _, result in made])
     if config.seeds > 1 and runs.processes().is_main_process:
         whole.write(CURVES, compared({run.name: [run] for run in series.runs}, experiment(name).MEASURE))
@@ -117,21 +137,24 @@ def chosen(folder: str | Path) -> Path:
             found[place] = result["valid"][experiment(name).MEASURE]
     if not found:
         raise UsageError(f"RUN: {folder} has no finished run yet; `subquad train --resume {folder}` goes on")
-    best: Callable[..., Path] = max if experiment(name).HIGHER_IS_BETTER else min
-    return best(found, key=found.__getitem__)
+    choose: Callable[..., Path] = max if experiment(name).HIGHER_IS_BETTER else min
+    best = choose(found, key=found.__getitem__)
+    measure = experiment(name).MEASURE.replace("_", " ")
+    print(f"subquad: {best} speaks, of {len(found)} finished runs the best in validation {measure}", file=sys.stderr)
+    return best
 
 
 def print_result(series: Series) -> None:
     """What it has come to, and where it is; by the main process alone."""
     if not runs.processes().is_main_process:
         return
-    over = f" over {len(series.runs)} seeds" if len(series.runs) > 1 else ""
+    over = f", mean of {len(series.runs)} seeds +- 95 % interval" if len(series.runs) > 1 else ""
     print(f"test{over}: " + ", ".join(
         f"{figure.replace('_', '-')} {series.shown('test', figure)}" for figure in series.results[0]["test"]
     ))  # fmt: skip
     steps, seconds = (sum(result[what] for result in series.results) for what in ("steps", "seconds"))
     print(f"{series.folder}: {steps:,} steps, {seconds:,.0f} s; curves in {series.folder / CURVES}")
-    first = series.runs[0]
-    drawn = [first.folder / f"{picture}.svg" for picture in experiment(first.about()["experiment"]).pictures(first)]
+    drawn = [path for run in series.runs for path in sorted(run.folder.glob("*.svg")) if path.name != CURVES]
     if drawn:
+        drawn = drawn[: len(drawn) // len(series.runs)]  # of the first seed
         print(f"pictures: {', '.join(map(str, drawn))}")

@@ -6,11 +6,11 @@ takes it over where its run was.
 """
 
 import json
+import sys
 from contextlib import ExitStack
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
-from statistics import fmean
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from subquad_lab import Diverged, UsageError, runs
@@ -19,7 +19,7 @@ from subquad_lab.experiments import experiment
 from subquad_lab.files import locked, write_whole
 from subquad_lab.plots import compared
 from subquad_lab.records import Run
-from subquad_lab.series import members, train
+from subquad_lab.series import finished, train
 from subquad_lab.train import Training
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def run(name: str, config: Training, out: Path, trials: int, grid: Values, span:
     while (claimed := claim(study, out, name, config, grid, span, None if planned else trials)) is not None:
         number, values, held = claimed
         with held:
-            finish(study, number, name, with_values(name, config, values, "sweep"), out)
+            finish(study, number, name, config, values, out)
     show(study, name, config, out)
 
 
@@ -143,13 +143,14 @@ def folder_of(number: int) -> str:
     return f"trial-{number:03d}"
 
 
-def finish(study: "Study", number: int, name: str, config: Training, out: Path) -> None:
+def finish(study: "Study", number: int, name: str, config: Training, values: dict[str, Any], out: Path) -> None:
     """Train, and tell the study; a run that diverges is a failed trial."""
     from optuna.trial import TrialState
 
     folder = folder_of(number)
     try:
-        made = train(name, config, out, folder)
+        print(f"{folder}: {', '.join(f'{field} {value}' for field, value in values.items())}", file=sys.stderr)
+        made = train(name, with_values(name, config, values, "sweep"), out, folder)
     except (Diverged, UsageError) as error:  # Of these values; a full disk is no fault of theirs, and ends the sweep.
         print(f"{folder}: {error}")
         study.tell(number, state=TrialState.FAIL)
@@ -171,11 +172,10 @@ def show(study: "Study", name: str, config: Training, out: Path) -> None:
     for trial in sorted(done, key=lambda trial: trial.value, reverse=what.HIGHER_IS_BETTER):
         folder = folder_of(trial.number)
         values = ", ".join(f"{field} {value}" for field, value in trial.params.items())
-        runs_of_trial = [Run(place) for place in members(out / folder, with_values(name, config, trial.params, folder))]
-        results = [result for run in runs_of_trial if (result := run.result()) is not None]
-        tested = fmean(result["test"][what.MEASURE] for result in results)
-        print(f"{folder}  validation {what.MEASURE} {trial.value:.4g}  test {tested:.4g}  {values}")
-        lines[f"{values} ({folder})"] = runs_of_trial
+        made = finished(out / folder, with_values(name, config, trial.params, folder))
+        valid, test = (made.shown(part, what.MEASURE) for part in ("valid", "test"))
+        print(f"{folder}  validation {what.MEASURE} {valid}  test {test}  {values}")
+        lines[f"{values} ({folder})"] = made.runs
     if lines:
         with locked(out, wait=True):
             write_whole(out / "sweep.svg", compared(lines, what.MEASURE))

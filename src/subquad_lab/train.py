@@ -277,7 +277,8 @@ class Trainer:
             named = {f"valid/{name}": figure for name, figure in figures.items()}
             timing = {"seconds": progress.seconds, "speed": progress.units / max(progress.seconds, 1e-9)}
             self.run.log(progress.step, {"epoch": self._epochs, **named}, timing)
-            self.display.evaluated(progress.step, figures, progress.best_step == progress.step)
+            best = "none" if progress.best is None else f"{progress.best:.4g}, step {progress.best_step:,}"
+            self.display.evaluated(progress.step, figures, f"{self.task.measure} {best}", self.is_done)
 
     def _is_better(self, value: float) -> bool:
         best = self.progress.best

@@ -14,12 +14,14 @@ def test_a_log_has_lines(capfd, monkeypatch):
         display.begin()
         for step in (1, 2):
             display.step(step, step / 10, 3.21, 1234.5, "words")
-        display.evaluated(2, {"perplexity": 24.5}, True)
-        display.evaluated(3, {"perplexity": 24.4}, True)  # faster than one reads
+        display.evaluated(2, {"perplexity": 24.5}, "perplexity 24.5, step 2", False)
+        display.evaluated(3, {"perplexity": 24.4}, "perplexity 24.4, step 3", False)  # faster than one reads
+        display.evaluated(4, {"perplexity": 24.6}, "perplexity 24.4, step 3", True)
     lines = capfd.readouterr().err.splitlines()
     assert lines == [
         "language  step 1  loss 3.210  1,234 words/s  10%",  # the next one would come after LINE_SECONDS
-        "language  step 2  validation: perplexity 24.5  (best so far)",
+        "language  step 2  validation: perplexity 24.5  (best so far: perplexity 24.5, step 2)",
+        "language  step 4  validation: perplexity 24.6  (best so far: perplexity 24.4, step 3)",
     ]
 
 
@@ -27,7 +29,7 @@ def test_a_silent_display_says_nothing(capfd):
     with Display("language", silent=True) as display:
         display.begin()
         display.step(1, 0.1, 3.2, 1.0, "words")
-        display.evaluated(1, {"perplexity": 1.0}, False)
+        display.evaluated(1, {"perplexity": 1.0}, "perplexity 1.0, step 1", True)
     assert capfd.readouterr() == ("", "")
 
 

@@ -152,7 +152,7 @@ def test_train_makes_a_series_with_pictures_and_a_summary(small, tmp_path, capfd
     folder = tmp_path / "images-001"
     runs = [Run(folder / f"seed-{seed}") for seed in (0, 1)]
     values = [run.result()["test"]["accuracy"] for run in runs]
-    assert re.search(rf"^test over 2 seeds: accuracy {np.mean(values):.4g} \+- ", shown)
+    assert re.search(rf"^test, mean of 2 seeds \+- 95 % interval: accuracy {np.mean(values):.4g} \+- ", shown)
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["test"]["accuracy"]["values"] == values
     assert summary["test"]["accuracy"]["mean"] == pytest.approx(np.mean(values))
@@ -165,7 +165,9 @@ def test_train_makes_a_series_with_pictures_and_a_summary(small, tmp_path, capfd
     assert capfd.readouterr() == (shown, "")
     assert main(["evaluate", str(folder)]) == 0
     best = max(runs, key=lambda run: run.result()["valid"]["accuracy"])
-    assert capfd.readouterr().out.startswith(f"accuracy {best.result()['test']['accuracy']:.4g}")
+    out, err = capfd.readouterr()
+    assert out.startswith(f"accuracy {best.result()['test']['accuracy']:.4g}")
+    assert f"{best.folder} speaks, of 2 finished runs the best in validation accuracy" in err
 
 
 def test_the_training_loss_of_an_epoch_is_its_mean(small, tmp_path):
@@ -203,7 +205,7 @@ def test_compare_says_whether_a_difference_is_larger_than_chance(small, tmp_path
     assert main(["compare", "images", f"--data={small}", f"--out={out}", "--seeds=3", *QUICK]) == 0
     shown = capfd.readouterr().out
     interval = r"accuracy ([+-][\d.]+) \+- ([\d.]+) \(95 %, 3 seeds and 21 test examples\): (.*)"
-    found = re.search(rf"pool less stride: {interval}", shown)
+    found = re.search(rf"pool minus stride: {interval}", shown)
     mean, half = float(found[1]), float(found[2])
     assert found[3] == ("larger than chance" if abs(mean) > half else "not larger than chance")
     means = [
@@ -212,7 +214,7 @@ def test_compare_says_whether_a_difference_is_larger_than_chance(small, tmp_path
     ]
     assert mean == pytest.approx(means[0] - means[1], abs=1e-4)
     content = json.loads((out / "compare.json").read_text())
-    assert content["stride"]["first_less_this"]["mean"] == pytest.approx(means[0] - means[1])
+    assert content["stride"]["first_minus_this"]["mean"] == pytest.approx(means[0] - means[1])
 
 
 def test_predict_says_class_and_probability(small, tmp_path, capfd):

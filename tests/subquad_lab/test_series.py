@@ -34,7 +34,7 @@ def test_a_series_stopped_anywhere_goes_on_where_it_was(text, tmp_path, monkeypa
     assert (tmp_path / "cut" / "seed-6").is_dir()
     assert not (tmp_path / "cut" / "seed-6" / "result.json").exists()
     assert not (tmp_path / "cut" / "seed-7").exists()
-    with pytest.raises(UsageError, match="another config"):
+    with pytest.raises(UsageError, match="holds a run with another steps; expected the same, or a new folder"):
         series.train("language", tiny(text, seeds=3, seed=5, steps=9), tmp_path, "cut")
     again = series.resume(tmp_path / "cut")
     for one, other in zip(again.runs, whole.runs, strict=True):

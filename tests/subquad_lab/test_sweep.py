@@ -37,7 +37,7 @@ def test_compare_runs_all_variants_at_equal_size_and_goes_on_where_it_was(text, 
     assert main(arguments) == 0
     assert capfd.readouterr().out.splitlines()[-9:] == shown.splitlines()[-9:]
     assert main([*arguments, "--lr=0.5"]) == 2
-    assert "is a run with another config" in capfd.readouterr().err
+    assert "holds a run with another lr; expected the same, or a new folder" in capfd.readouterr().err
 
 
 def sweep_arguments(options: list[str], out: Path) -> list[str]:

@@ -54,10 +54,12 @@ def load_graph(data: str | None = None) -> Graph:
     if data is None:
         return _graph("karate club", _karate_club(), "torch_geometric")
     path = Path(data)
-    if path.is_file():
+    if path.is_file() and path.suffix == ".npz":
         return _graph(path.stem, read_npz(path, list(ARRAYS)), path)
-    if not path.is_dir():
+    if not path.exists():
         raise UsageError(f"--data: there is no file or folder {path}")
+    if not path.is_dir():
+        raise UsageError(f"--data: {path}: expected an npz file, or a folder with ind.NAME.* files")
     files = _files(path)
     name = files["x"].name.split(".")[1]
     contents = {what: _read(file) for what, file in files.items()}

@@ -60,10 +60,12 @@ def load_images(data: str | None = None) -> Pictures:
     if data is None:
         return _pictures("scikit-learn's digits", _digits())
     path = Path(data)
-    if path.is_file():
+    if path.is_file() and path.suffix == ".npz":
         return _medmnist(path)
     if path.is_dir():
         return _mnist(path)
+    if path.exists():
+        raise UsageError(f"--data: {path}: expected an npz file, or a folder with *-ubyte files")
     raise UsageError(f"--data: there is no file or folder {path}")
 
 

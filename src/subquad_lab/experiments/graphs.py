@@ -1,10 +1,11 @@
 """What do self-loops and normalisation do to a graph network, and can attention stand in the place of both?
 
-    loss = mean over the training nodes of -log p(class | graph)
+    loss = mean over the training nodes of -log p(class | graph).
 
 A step sees the whole graph. Rows of features are divided by their sum.
 """
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import product
@@ -45,7 +46,7 @@ class Config(Training):
         normalisation: Of the gcn's sums: symmetric, row (a mean), or none.
         method: Of attention to all: taylor:DEGREE, random:FEATURES, linear:ACTIVATION, separable, exact.
         width: Of the hidden layer, and of queries and keys.
-        heads: Of attention.
+        heads: Of attention, each of the full width.
         dropout: On what each layer sees.
     """
 
@@ -180,6 +181,9 @@ def norms(graph: Graph, features: Tensor) -> dict[str, list[float]]:
 
 
 def build(config: Config) -> Graphs:
+    if config.mixer in ("gcn", "neighbours") and config.method != Config.method:
+        print(f"subquad: warning: --method {config.method} has no effect: it is of attention to all nodes, "
+              "--mixer all or both", file=sys.stderr)  # fmt: skip
     return Graphs(config, load_graph(config.data))
 
 
@@ -192,12 +196,13 @@ def label(config: Config) -> str:
 
 def variants(config: Config) -> dict[str, Config]:
     """The GCN with each switch, and attention in its place; all else is equal."""
-    base = replace(config, mixer="gcn", self_loops=True, normalisation="symmetric")
+    base = replace(config, mixer="gcn", self_loops=True, normalisation="symmetric", method=Config.method)
     found = {}
     for normalisation, self_loops in product(get_args(Normalisation), (True, False)):
         name = f"gcn {normalisation}{'' if self_loops else ' no-loops'}"
         found[name] = replace(base, normalisation=normalisation, self_loops=self_loops)
-    return found | {mixer: replace(base, mixer=mixer) for mixer in get_args(Mixer)[1:]}
+    found["neighbours"] = replace(base, mixer="neighbours")
+    return found | {mixer: replace(base, mixer=mixer, method=config.method) for mixer in ("all", "both")}
 
 
 # --- Pictures -----------------------------------------------------------------------------------------------------
@@ -238,6 +243,6 @@ def embedding_picture(run: Run) -> bytes:
     for number in sorted(set(classes)):
         own = [point for point, c in zip(points, classes, strict=True) if c == number]
         axes.scatter(*zip(*own, strict=True), s=6, label="unknown" if number < 0 else f"class {number}")
-    axes.set(xlabel="first principal component of the hidden layer", ylabel="second")
+    axes.set(xlabel="first principal component of the hidden layer", ylabel="second principal component")
     axes.legend(fontsize="small")
     return svg(figure)

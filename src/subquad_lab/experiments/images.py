@@ -1,6 +1,6 @@
 """Is it better to pool a picture or to step over it, and is the difference larger than chance?
 
-    loss = mean of -log p(class | picture),  accuracy = share of pictures whose likeliest class is the right one
+    loss = mean of -log p(class | picture),  accuracy = share of pictures whose likeliest class is the right one.
 
 Pictures come in a new order in each epoch, which follows from the seed and the epoch alone. The last batch is filled up
 with the first pictures of the order, so that all batches are of one size.

@@ -21,7 +21,7 @@ PAGE = "page.html"
 
 def write(folders: list[Path], root: Path, out: Path) -> None:
     """The page about the given runs, or about all in `root`."""
-    runs = [Run.open(folder) for folder in folders] if folders else all_runs(root)
+    runs = [run for folder in folders for run in all_runs(folder) or [Run.open(folder)]] or all_runs(root)
     if not runs:
         raise UsageError(f"RUN: expected at least one run in {root}, found none")
     try:
@@ -93,19 +93,28 @@ def entry(name: str, run: Run, measure: str, mark: str) -> dict[str, Any]:
     return {
         "name": name,
         "label": what.label(config_of(run)[1]),
-        "data": about["data"],
-        "parameters": about["parameters"],
+        "data": {key: readable(value) for key, value in about["data"].items()},
+        "parameters": {key: readable(value) for key, value in about["parameters"].items()},
         "versions": about["versions"],
         "config": {key: value for key, value in config.items() if value is not None},
         "valid": figure(result.get("valid"), measure),
         "test": figure(result.get("test"), measure),
-        "seconds": figure(result, "seconds"),
+        "seconds": f"{result['seconds']:,.1f}" if isinstance(result.get("seconds"), int | float) else "not finished",
         "steps": max((int(line["step"]) for line in run.metrics()), default=0),
         "pictures": [
             inline(picture, f"{mark}-{i}")
             for i, picture in enumerate([curves(run, measure), *what.pictures(run).values()])
         ],
     }
+
+
+def readable(value: Any) -> Any:
+    """Lists and tables without brackets, numbers with commas."""
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {readable(entry)}" for key, entry in value.items())
+    if isinstance(value, list):
+        return ", ".join(str(readable(entry)) for entry in value)
+    return f"{value:,}" if type(value) is int else value
 
 
 def figure(found: Any, name: str) -> str:
