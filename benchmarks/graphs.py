@@ -11,7 +11,7 @@ from pathlib import Path
 
 from results import FOLDER, machine, today, write_page
 
-from subquad_lab.compare import COLUMNS, cells, differences, verdict
+from subquad_lab.compare import COLUMNS, cells, differences, verdicts
 from subquad_lab.experiments import graphs
 from subquad_lab.plots import compared
 from subquad_lab.series import train
@@ -35,12 +35,11 @@ def main() -> None:
         f"# Graph networks on {data['name']}, {today()}",
         machine(),
         f"{data['nodes']:,} nodes, {data['edges']:,} edges, {data['features']:,} features, {data['classes']} classes, "
-        f"split {data['sizes']}. `subquad compare graphs`: {options.seeds} seeds, 200 epochs, best validation weights, "
-        f"95 % intervals over seeds. Published: GCN 0.815.",
+        f"split {data['sizes']}. `subquad compare graphs --data FOLDER --seeds {options.seeds}`: best validation weights. "
+        + "; ".join(f"published, {line['data']}: {line['what']} {line['figure']}" for line in graphs.PUBLISHED),
         f"![training loss and validation accuracy](graphs_{today()}.svg)",
         "\n".join(f"| {' | '.join(row)} |" for row in (COLUMNS, ("---",) * len(COLUMNS), *rows)),
-        "\n".join(f"- {verdict(first, name, graphs.MEASURE, found, done[first])}"
-                  for name, found in differences(done, graphs.MEASURE).items()),
+        "\n".join(f"- {line}" for line in verdicts(done, graphs.MEASURE, differences(done, graphs.MEASURE))),
     ]  # fmt: skip
     (FOLDER / f"graphs_{today()}.svg").write_bytes(
         compared({name: series.runs for name, series in done.items()}, graphs.MEASURE)

@@ -9,11 +9,12 @@ finished are read, and those that were stopped go on.
 import argparse
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from results import FOLDER, machine, today, write_page
 
-from subquad_lab.compare import differences, verdict
+from subquad_lab.compare import differences, verdicts
 from subquad_lab.configs import config_from, presets, read
 from subquad_lab.experiments import images
 from subquad_lab.plots import compared
@@ -27,10 +28,10 @@ RULE = "|---|---:|---:|---:|---:|---:|---:|"
 
 
 def line(name: str, series: Series) -> str:
-    about, result = series.runs[0].read_json(ABOUT), series.results[0]
-    seconds = sum(each["seconds"] for each in series.results)
+    about = series.runs[0].read_json(ABOUT)
+    epochs, seconds = (fmean(each[what] for each in series.results) for what in ("epochs", "seconds"))
     return (
-        f"| {name} | {about['parameters']['total']:,} | {result['epochs']:.0f} | {seconds / 60:.1f} min | "
+        f"| {name} | {about['parameters']['total']:,} | {epochs:.1f} | {seconds / 60:.1f} min | "
         f"{series.shown('valid', 'accuracy')} | {series.shown('test', 'accuracy')} | "
         f"{series.shown('test', 'cross_entropy')} |"
     )
@@ -58,14 +59,12 @@ def downsampling(data: str, name: str, out: Path) -> tuple[list[str], list[Serie
     made = {how: train("images", config, out, f"{name}-{how}") for how, config in found.items()}
     picture = f"images_{name}_downsampling_{today()}.svg"
     (FOLDER / picture).write_bytes(compared({how: series.runs for how, series in made.items()}, images.MEASURE))
-    ((other, interval),) = differences(made, images.MEASURE).items()
-    first, *_ = made
     page = [
         f"## {name}: pooling against strides, {SEEDS} seeds",
         f"`subquad compare images --seeds {SEEDS}`: best validation weights, 95 % intervals over seeds.",
         f"![training loss and validation accuracy]({picture})",
         "\n".join([FIGURES.format("halved by"), RULE, *(line(how, series) for how, series in made.items())]),
-        f"**{verdict(first, other, images.MEASURE, interval, made[first])}.**",
+        "\n".join(f"- {line}" for line in verdicts(made, images.MEASURE, differences(made, images.MEASURE))),
     ]
     return page, list(made.values())
 

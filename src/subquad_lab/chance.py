@@ -3,6 +3,8 @@
     over n seeds:   mean +- t(0.975, n - 1) * sqrt(variance / n)
     a - b:          +- t * sqrt(variance_a / n_a + variance_b / n_b + variance_i / N)
 
+Of c differences each has the level 1 - 0.05 / c, so that all of them together are right in 95 % of all cases.
+
 The last term is for the test part being a sample itself: on example i of N, d_i is the share of a's seeds that were
 right less the share of b's, and variance_i is the variance of the d_i. Both were tested on the same examples, so what
 is hard for both does not count. The noise of the seeds is partly in that term too: the interval errs on the wide side.
@@ -41,7 +43,7 @@ def over_seeds(values: Sequence[float]) -> Interval:
 
 def difference(
     a: Sequence[float], b: Sequence[float], right_a: Sequence[float] | None = None,
-    right_b: Sequence[float] | None = None,
+    right_b: Sequence[float] | None = None, comparisons: int = 1,
 ) -> Interval:  # fmt: skip
     """Of the mean of a less that of b, each with at least two seeds.
 
@@ -50,6 +52,7 @@ def difference(
         b: Of what it is compared with.
         right_a: For each test example, the share of a's seeds that were right; where it is known.
         right_b: The same of b, for the same examples.
+        comparisons: Differences that are looked at together.
 
     >>> print(difference([0.90, 0.91, 0.92], [0.80, 0.82, 0.81]))
     0.1 +- 0.023
@@ -60,13 +63,13 @@ def difference(
     below = parts[0] ** 2 / (len(a) - 1) + parts[1] ** 2 / (len(b) - 1)
     freedom = seeds**2 / below if below else len(a) + len(b) - 2
     examples = 0.0
-    if right_a is not None and right_b is not None:
+    if right_a is not None and right_b is not None and len(right_a) > 1:
         examples = variance([x - y for x, y in zip(right_a, right_b, strict=True)]) / len(right_a)
-    return Interval(fmean(a) - fmean(b), quantile(freedom) * sqrt(seeds + examples))
+    return Interval(fmean(a) - fmean(b), quantile(freedom, comparisons) * sqrt(seeds + examples))
 
 
-def quantile(freedom: float) -> float:
-    """Of Student's t distribution: what it exceeds to either side in 5 % of all cases."""
+def quantile(freedom: float, comparisons: int = 1) -> float:
+    """Of Student's t distribution: what it exceeds to either side in 5 % of all cases, shared out to comparisons."""
     from scipy.special import stdtrit
 
-    return float(stdtrit(freedom, 0.5 + LEVEL / 2))
+    return float(stdtrit(freedom, 1 - (1 - LEVEL) / (2 * comparisons)))

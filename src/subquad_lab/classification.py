@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from subquad_lab import UsageError
+from subquad_lab import Diverged, UsageError
 from subquad_lab.plots import axes_of, svg
 from subquad_lab.records import Run
 
@@ -21,6 +21,8 @@ PREDICTIONS = "predictions"
 
 def figures(log_probabilities: Tensor, wanted: Tensor) -> dict[str, float]:
     """Of examples (n, classes) and their classes (n)."""
+    if log_probabilities.isnan().any():
+        raise Diverged("evaluation: the probabilities are not numbers; in a new run, try a smaller lr")
     right = (log_probabilities.argmax(-1) == wanted).double().mean()
     return {"accuracy": float(right), "cross_entropy": float(F.nll_loss(log_probabilities.double(), wanted))}
 

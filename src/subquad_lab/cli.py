@@ -120,7 +120,7 @@ def train(experiment: str | None, config: Any, out: str, resume: str | None) -> 
 
 
 def compare(experiment: str | None, config: Any, out: str) -> None:
-    """Train all variants of an experiment with the same data, steps and seed: one table, one plot.
+    """Train all variants of an experiment with the same data, budget and seeds: one table, one plot.
 
     Run again with the same --out, it goes on where it was.
     """

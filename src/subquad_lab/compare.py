@@ -1,4 +1,4 @@
-"""`subquad compare`: the variants of an experiment with the same data, steps and seeds, in one table and one plot."""
+"""`subquad compare`: the variants of an experiment with the same data, budget and seeds, in one table and one plot."""
 
 import json
 from dataclasses import asdict
@@ -15,7 +15,7 @@ from subquad_lab.classification import Predictions
 from subquad_lab.experiments import experiment
 from subquad_lab.files import write_whole
 from subquad_lab.plots import compared
-from subquad_lab.series import Series, train
+from subquad_lab.series import Series, check_same_data, train
 from subquad_lab.train import Training
 
 COLUMNS = ("variant", "parameters", "validation", "test", "steps", "training", "speed")
@@ -29,6 +29,7 @@ def run(name: str, config: Training, out: Path) -> None:
     for i, (variant, own) in enumerate(variants.items(), 1):
         print(f"{i} of {len(variants)}: {variant}", flush=True)
         done[variant] = train(name, own, out, variant.replace(":", "-").replace(" ", "-"))
+    check_same_data([run for series in done.values() for run in series.runs])
     measure, unit = experiment(name).MEASURE, experiment(name).UNIT
     rows = [cells(variant, series, measure, unit) for variant, series in done.items()]
     found = differences(done, measure)
@@ -44,11 +45,8 @@ def run(name: str, config: Training, out: Path) -> None:
     except OSError as error:
         raise RunError(f"cannot write into {out}: {error.strerror}") from error
     show(f"{name}: {measure}", rows)
-    first, *_ = done.values()
-    if found:
-        print("+-: 95 % interval of the mean, over seeds; in the differences over test examples too")
-    for variant, interval in found.items():
-        print(verdict(next(iter(done)), variant, measure, interval, first))
+    for line in verdicts(done, measure, found):
+        print(line)
     print(f"{out / 'compare.svg'}, {out / 'compare.json'}")
 
 
@@ -67,10 +65,12 @@ def differences(done: dict[str, Series], measure: str) -> dict[str, Interval]:
     (_, first), *others = done.items()
     if len(first.runs) < 2:
         return {}
+    own = right(first)
     return {
-        variant: difference(first.values("test", measure), series.values("test", measure), right(first), right(series))
+        variant: difference(first.values("test", measure), series.values("test", measure), own, right(series),
+                            comparisons=len(others))
         for variant, series in others
-    }
+    }  # fmt: skip
 
 
 def right(series: Series) -> list[float] | None:
@@ -79,11 +79,20 @@ def right(series: Series) -> list[float] | None:
     return [fmean(shares) for shares in zip(*found, strict=True)] if len(found) == len(series.runs) else None
 
 
-def verdict(first: str, other: str, measure: str, found: Interval, series: Series) -> str:
-    examples = right(series)
-    over = f"{len(series.runs)} seeds" + (f" and {len(examples):,} test examples" if examples else "")
-    size = "larger than chance" if found.excludes_zero() else "not larger than chance"
-    return f"{first} minus {other}: {measure} {found.mean:+.4f} +- {found.half:.4f} (95 %, {over}): {size}"
+def verdicts(done: dict[str, Series], measure: str, found: dict[str, Interval]) -> list[str]:
+    """What `differences` has found, in words."""
+    if not found:
+        return []
+    (name, first), *_ = done.items()
+    examples = right(first)
+    over = f"{len(first.runs)} seeds" + (f" and {len(examples):,} test examples" if examples else "")
+    lines = [
+        f"+-: above, 95 % of the mean over seeds; below, 95 % for all {len(found)} differences together, over {over}"
+    ]
+    for other, interval in found.items():
+        size = "larger than chance" if interval.excludes_zero() else "not larger than chance"
+        lines.append(f"{name} minus {other}: {measure} {interval.mean:+.4f} +- {interval.half:.4f}: {size}")
+    return lines
 
 
 def show(title: str, rows: list[tuple[str, ...]]) -> None:

@@ -15,6 +15,8 @@ METHODS: dict[str, tuple[Callable[..., Any], str | None, type]] = {
     "separable": (subquad.Separable, None, str),
 }
 
+MOST_FEATURES = 1 << 16  # of a model that is trained
+
 
 def parse_method(spec: str, option: str = "--method") -> Any:
     """Return the method that `spec` names; without a colon, the method with its defaults. Errors name the option."""
@@ -34,3 +36,11 @@ def parse_method(spec: str, option: str = "--method") -> Any:
         return make(**{argument: value})
     except (TypeError, ValueError) as error:
         raise UsageError(f"{option}: {spec!r}: {error}") from error
+
+
+def refuse_many_features(spec: str, width: int) -> None:
+    """A method for heads of a width, before its features fill the memory."""
+    method = parse_method(spec)
+    size = method.size(width) if hasattr(method, "size") else 0
+    if size > MOST_FEATURES:
+        raise UsageError(f"method: {spec} has {size:,} features at width {width}; expected at most {MOST_FEATURES:,}")

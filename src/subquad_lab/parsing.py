@@ -89,7 +89,7 @@ def add_experiments(
         if "trials" in own:
             fields.add_argument("--trials", type=int, default=20, help="The most trials of a search with --span.")
         fields.add_class_arguments(experiment(name).Config, as_group=False)
-        if name in arguments:
+        if arguments[1:2] == [name]:
             fields.set_defaults(given_fields(name, arguments))
     return arguments, searched
 

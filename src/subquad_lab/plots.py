@@ -42,7 +42,10 @@ def compared(groups: dict[str, list[Run]], measure: str) -> bytes:
 
 
 def by_epoch(runs: list[Run], measure: str) -> tuple[Points, Points]:
-    """At each evaluation: the mean training loss of all steps since the one before, and the measure."""
+    """At each evaluation: the mean training loss of all steps since the one before, and the measure.
+
+    Where runs have stopped early, up to the first that has: later means would be of those that went on alone.
+    """
     losses: dict[float, list[float]] = {}
     measures: dict[float, list[float]] = {}
     for run in runs:
@@ -55,11 +58,11 @@ def by_epoch(runs: list[Run], measure: str) -> tuple[Points, Points]:
                 if since:
                     losses.setdefault(line["epoch"], []).append(fmean(since))
                 since = []
-    return _means(losses), _means(measures)
+    return _means(losses, len(runs)), _means(measures, len(runs))
 
 
-def _means(found: dict[float, list[float]]) -> Points:
-    return [(epoch, fmean(values)) for epoch, values in sorted(found.items())]
+def _means(found: dict[float, list[float]], count: int) -> Points:
+    return [(epoch, fmean(values)) for epoch, values in sorted(found.items()) if len(values) == count]
 
 
 def smoothed(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:

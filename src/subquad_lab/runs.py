@@ -48,15 +48,21 @@ def check_batch(config: Training) -> None:
         raise UsageError(f"batch: expected a number that {parts} divide, found {config.batch}")
 
 
+def agreed(value: Any) -> Any:
+    """What the main process says, in all processes."""
+    said = [value]
+    broadcast_object_list(said)
+    return said[0]
+
+
 def create(name: str, config: Training, root: Path, folder: str | None, fill: Callable[[Run], None]) -> Run:
     """A folder with the config and what `fill` writes: made by the main process, known to all."""
-    where = [None]
+    where = None
     if processes().is_main_process:
         run = Run.create(root, name, {"experiment": name, **asdict(config)}, folder)
         fill(run)
-        where = [str(run.folder)]
-    broadcast_object_list(where)
-    return Run(Path(str(where[0])))
+        where = str(run.folder)
+    return Run(Path(agreed(where)))
 
 
 def settled(config: Training) -> Any:

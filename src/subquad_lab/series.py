@@ -81,6 +81,14 @@ def is_series(folder: str | Path) -> bool:
     return (path / CONFIG).is_file() and not (path / ABOUT).is_file() and config_of(Run(path))[1].seeds > 1
 
 
+def check_same_data(made: list[Run]) -> None:
+    """Figures of different data have no mean, and no difference."""
+    first, *others = made
+    for run in others:
+        if run.about()["data"].get("sha256") != first.about()["data"].get("sha256"):
+            raise UsageError(f"{run.folder}: its data are not those of {first.folder}; expected a new folder")
+
+
 def members(folder: Path, config: Training) -> dict[Path, Training]:
     """The folder and the config of each run."""
     if config.seeds == 1:
@@ -100,7 +108,7 @@ def _all(name: str, config: Training, whole: Run) -> Series:
     for place, own in members(whole.folder, config).items():
         title = f"{name}, {place.name}" if config.seeds > 1 else name
         try:
-            if (place / ABOUT).is_file():
+            if runs.agreed((place / ABOUT).is_file()):  # Else one process could see what another has just made.
                 made.append(runs.resume(place, title))
             else:
                 made.append(runs.start(name, own, place.parent, place.name, title))
@@ -108,6 +116,7 @@ def _all(name: str, config: Training, whole: Run) -> Series:
             error.folder = whole.folder
             raise
     series = Series(whole.folder, [run for run, _ in made], [result for _, result in made])
+    check_same_data(series.runs)
     if config.seeds > 1 and runs.processes().is_main_process:
         whole.write(CURVES, compared({run.name: [run] for run in series.runs}, experiment(name).MEASURE))
         whole.write(SUMMARY, json.dumps(summary(series), indent=1).encode())

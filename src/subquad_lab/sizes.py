@@ -50,3 +50,8 @@ def refuse_more_than_fits(named: dict[str, Any], sizes: list[int], case: Case) -
 def memory() -> int:
     """Of this machine, in bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def room() -> int:
+    """For data of one kind, in bytes: a quarter of the memory, as they are copied on their way."""
+    return memory() // 4

@@ -61,3 +61,20 @@ def test_a_true_difference_is_found():
         right = np.stack([draw.random((5, 600)) < hard, draw.random((5, 600)) < 0.85 * hard])
         found += difference(*right.mean(2).tolist(), *right.mean(1).tolist()).excludes_zero()
     assert found >= 95
+
+
+def test_many_differences_together_are_as_seldom_wrong_as_one():
+    """Of 9 variants that are all alike, the first minus each other."""
+    draw = np.random.default_rng(2)
+    wrong = 0
+    for _ in range(400):
+        first, *others = draw.normal(size=(9, 10)).tolist()
+        wrong += any(difference(first, other, comparisons=8).excludes_zero() for other in others)
+    assert wrong <= 0.08 * 400  # 0.24 where each has its own 95 %
+    assert difference([0.0, 1.0], [2.0, 3.0], [1.0], [0.0]).half > 0  # one example says nothing of the spread
+
+
+def test_the_level_is_shared_out():
+    a, b = [1.0, 2.0, 4.0], [0.0, 1.0, 5.0]
+    low, high = stats.ttest_ind(a, b, equal_var=False).confidence_interval(1 - 0.05 / 3)
+    assert 2 * difference(a, b, comparisons=3).half == pytest.approx(high - low)

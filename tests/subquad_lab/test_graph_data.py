@@ -5,6 +5,7 @@ import os
 import pickle
 import struct
 from collections import defaultdict
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 from scipy.sparse import csr_matrix
 
 from subquad_lab import UsageError
-from subquad_lab.data import graphs
+from subquad_lab.data import graphs, pickles
 from subquad_lab.data.graphs import load_graph
 from subquad_lab.data.pickles import unpickle
 
@@ -129,6 +130,27 @@ def test_changed_files_are_converted_anew(tmp_path, cache):
     assert len(list(cache.glob("graphs/*.npz"))) == 2
 
 
+def test_a_damaged_conversion_is_made_again(tmp_path, cache):
+    folder = write(tmp_path / "p")
+    first = load_graph(str(folder))
+    (converted,) = cache.glob("graphs/*.npz")
+    whole = converted.read_bytes()
+    converted.write_bytes(whole[:-50])
+    assert load_graph(str(folder)).checksum == first.checksum
+    assert load_graph(str(converted)).checksum == first.checksum
+
+
+def test_one_of_several_graphs_is_named_by_its_file(tmp_path, cache):
+    folder = write(tmp_path / "p")
+    for path in list(folder.iterdir()):
+        path.with_name(path.name.replace("small", "other")).write_bytes(path.read_bytes())
+    with pytest.raises(UsageError, match=r"has several graphs; expected one of .*ind.other.x, .*ind.small.x"):
+        load_graph(str(folder))
+    assert load_graph(str(folder / "ind.other.x")).name == "other"
+    with pytest.raises(UsageError, match=r"ind.small.y: expected an npz file, ind.NAME.x"):
+        load_graph(str(folder / "ind.small.y"))
+
+
 def test_without_a_place_for_the_cache_it_is_read_all_the_same(tmp_path, monkeypatch):
     (tmp_path / "file").touch()
     monkeypatch.setenv("SUBQUAD_CACHE", str(tmp_path / "file" / "cache"))
@@ -209,6 +231,29 @@ def test_other_names_and_broken_pickles_are_refused(code, tmp_path):
         unpickle(code, Path("f"))
 
 
+def test_a_pickle_cannot_change_what_stands_in():
+    """A state for a class sets its attributes: those of a class that is made for this pickle alone."""
+    for name in (b"c__builtin__\nlist\n", b"ccollections\ndefaultdict\n", b"cnumpy\ndtype\n"):
+        with suppress(UsageError):
+            unpickle(name + b"(N(dVhostile\nI5\nstb.", Path("f"))
+    for kind in pickles.STAND_INS.values():
+        assert not hasattr(kind, "hostile")
+
+
+def test_names_of_a_pickle_reach_the_terminal_without_their_control_characters():
+    with pytest.raises(UsageError) as told:
+        unpickle(b"c\x1b]0;pwn\x07os\nsystem\n.", Path("f"))
+    assert "\x1b" not in str(told.value)
+
+
+def test_a_kind_of_numbers_that_was_never_made_is_told(tmp_path, cache):
+    """NEWOBJ makes one without its first call."""
+    array = pickled(np.eye(3)[np.arange(60) % 3])
+    broken = array.replace(b"cnumpy\ndtype\n", b"cnumpy\ndtype\n)\x81(cnumpy\ndtype\n", 1)
+    with pytest.raises(UsageError, match=r"ind.small.y"):
+        load_graph(str(write(tmp_path / "p", y=broken)))
+
+
 def test_stand_ins_do_nothing_with_what_they_are_given():
     """Even where a pickle calls them with names of its own."""
     code = b"cnumpy\ndtype\n(Vos\nVsystem\ntR(I3\nV<\ntb."
@@ -243,6 +288,12 @@ def test_changed_bytes_never_do_more_than_change_numbers(file, tmp_path, cache):
         assert found.edges.max() < found.nodes
 
 
+def one_for_all() -> dict[int, list[int]]:
+    """A small file from which much would come: every node has the same list."""
+    near = list(range(600))
+    return dict.fromkeys(range(600), near)
+
+
 def csr(**changes: object) -> bytes:
     """A sparse matrix whose parts need not fit together."""
     matrix = csr_matrix(np.eye(60, 6, dtype=np.float32))
@@ -264,10 +315,12 @@ def csr(**changes: object) -> bytes:
         ("x", csr(indices=np.full(6, 99, np.int32)), "ind.small.x: is no whole sparse matrix"),
         ("x", csr(indptr=np.full(61, 99, np.int32)), "ind.small.x: is no whole sparse matrix"),
         ("x", csr(indptr=np.zeros(5, np.int32)), "ind.small.x: is no whole sparse matrix"),
-        ("x", csr(data=np.full(6, np.nan, np.float32)), "ind.small.x: expected finite features"),
-        ("x", csr(_shape=(60, 10**12)), "ind.small.x: 60 x 1,000,000,000,000 features are more than"),
+        ("x", csr(data=np.full(6, np.nan, np.float32)), "ind.small.x: expected the first rows of ind.small.allx"),
+        ("x", csr(_shape=(60, 10**12)), "ind.small.x: this machine has no room for 60 x 1,000,000,000,000"),
         ("x", csr(_shape=(60, -1)), "ind.small.x: is no whole sparse matrix"),
         ("x", csr(_shape="ab"), "ind.small.x: is no whole sparse matrix"),
+        ("y", pickled(np.eye(3)[np.arange(1, 61) % 3]), "ind.small.y: expected the first rows of ind.small.ally"),
+        ("graph", pickled(one_for_all()), "ind.small.graph: expected the neighbours of "),
         ("graph", pickled([1]), "ind.small.graph: expected the neighbours of each node, found list"),
         ("graph", pickled({0: 1}), "ind.small.graph: expected the neighbours of each node, found dict"),
         ("graph", pickled({0: [NODES]}), f"ind.small.graph: expected numbers of nodes from 0 to below {NODES}"),
@@ -293,7 +346,8 @@ def test_a_missing_file_is_named(file, tmp_path, cache):
     folder = write(tmp_path / "p")
     (folder / f"ind.small.{file}").unlink()
     with pytest.raises(
-        UsageError, match=rf"has no ind.small.{file}" if file != "x" else r"expected one file ind.NAME.x"
+        UsageError,
+        match=rf"has no ind.small.{file}" if file != "x" else r"expected an npz file, ind.NAME.x, or a folder with it",
     ):
         load_graph(str(folder))
 
@@ -305,10 +359,22 @@ def test_a_missing_file_is_named(file, tmp_path, cache):
         (dict(edges=np.full((2, 4), 5)), "edges: expected numbers of nodes from 0 to below 5"),
         (dict(classes=np.zeros(4, int)), r"expected \(2, edges\) and a class for each of 5 nodes"),
         (dict(classes=np.array([0, 1, -1, 0, 1])), "valid: expected nodes whose class is known"),
-        (dict(classes=np.array([0, 1, 0, 0, 9])), "classes reach 9, which no training node has"),
+        (
+            dict(classes=np.array([0, 1, 0, 0, 9])),
+            "classes: expected at most 255, and none that no training node has; found 9",
+        ),
         (dict(train=np.array([], int)), "train: expected whole numbers in 1 dimensions"),
         (dict(test=np.array([0.5])), "test: expected whole numbers in 1 dimensions, found float64"),
         (dict(test=np.array([-1])), "test: expected numbers of nodes from 0 to below 5"),
+        (dict(train=np.array([0, 1, 3])), "train, valid, test: expected each node in one part, once"),
+        (dict(test=np.array([3, 3])), "train, valid, test: expected each node in one part, once"),
+        (dict(edges=np.array([[0], [1]])), "edges: expected both ways, each once, and none from a node to itself"),
+        (dict(edges=np.array([[0, 1, 0, 1], [1, 0, 1, 0]])), "edges: expected both ways, each once"),
+        (dict(edges=np.array([[0], [0]])), "edges: expected both ways, each once, and none from a node to itself"),
+        (dict(features=np.full((5, 2), np.nan)), "features: expected finite numbers"),
+        (dict(features=np.full((5, 2), 1e300)), "features: expected finite numbers"),
+        (dict(classes=np.array([0, 10**11, 0, 1, 0])), "classes: expected at most 255"),
+        (dict(classes=np.array([0, 2**63 + 5, 0, 1, 0], np.uint64)), "classes: expected at most 255"),
         (dict(features=np.zeros(5)), r"features: expected numbers in 2 dimensions, found float64 \(5,\)"),
         (dict(features=np.array([[object()]] * 5)), "is no whole npz file of numbers: Object arrays"),
     ],

@@ -89,7 +89,7 @@ def test_the_norms_are_those_of_the_powers():
 
 def test_a_node_attends_to_its_neighbours_and_itself_alone():
     graph = load_graph()
-    mask = neighbours(graph)
+    mask = neighbours(graph, 1)
     assert mask.sum() == graph.edges.shape[1] + 34
     assert mask.diagonal().all()
     torch.manual_seed(0)
@@ -128,7 +128,7 @@ def test_both_is_the_sum():
 
 def test_a_graph_whose_mask_would_not_fit_is_refused(monkeypatch):
     monkeypatch.setattr(graphs, "memory", lambda: 10_000)
-    with pytest.raises(UsageError, match=r"mixer: attention under a mask of 34 nodes needs 0 GiB; expected gcn or all"):
+    with pytest.raises(UsageError, match=r"mask of 34 nodes with 1 heads needs 0 GiB; expected gcn or all"):
         graphs.build(Config(mixer="neighbours"))
     graphs.build(Config(mixer="all"))
 
@@ -164,14 +164,42 @@ def test_the_plane_of_an_embedding_is_that_of_its_principal_components():
     assert torch.allclose(flattened(points).abs(), theirs.double().abs(), atol=1e-4)
     assert flattened(points[:, :1]).shape == (40, 2)
     assert flattened(torch.zeros(5, 3)).tolist() == [[0.0, 0.0]] * 5
+    opposite = torch.tensor([[1.0, -1.0]]) * torch.arange(6)[:, None]  # along a direction whose entries sum to 0
+    assert flattened(opposite)[:, 0].abs().max() > 3
+
+
+def test_a_network_that_would_not_fit_is_refused():
+    with pytest.raises(UsageError, match="width: a layer of width 1000000000000 needs"):
+        graphs.build(Config(width=10**12))
+
+
+def test_a_method_without_effect_is_told():
+    with pytest.warns(UserWarning, match="--method taylor:2 has no effect: it is of attention to all nodes"):
+        graphs.build(Config(method="taylor:2"))
+    found = variants(Config(method="taylor:2"))
+    assert {name: config.method for name, config in found.items() if config.method != "linear:elu"} == {
+        "all": "taylor:2", "both": "taylor:2"}  # fmt: skip
+
+
+def test_a_graph_without_edges_is_a_network_without_neighbours():
+    club = load_graph()
+    alone = replace(club, edges=club.edges[:, :0])
+    task = graphs.Graphs(Config(), alone)
+    task.loss(task.model, task.batch(0, 0), {})[0].backward()
+    task.model.eval()
+    assert 0 <= task.evaluate("test", lambda: None)["accuracy"] <= 1
+    sizes = norms(alone, task.features)
+    assert sizes["symmetric, with self-loops"] == [1.0] * 17
+    assert sizes["row, without self-loops"] == [1.0] + [0.0] * 16
 
 
 def test_features_are_divided_by_their_sum_and_empty_rows_stay():
     graph = load_graph()
     features = torch.rand(34, 5)
     features[7] = 0
+    features[8, 0] *= -1
     task = graphs.Graphs(Config(), replace(graph, features=features))
-    sums = task.features.sum(1)
+    sums = task.features.abs().sum(1)
     assert sums[7] == 0
     assert torch.allclose(sums[torch.arange(34) != 7], torch.ones(33))
 
@@ -208,6 +236,8 @@ def test_train_leaves_pictures_and_records_over_seeds(tmp_path, capfd):
         ("embedding", {"points": [[1, 2]], "classes": []}),
         ("norms", {"none": "x"}),
         ("norms", {"none": [1, None]}),
+        ("norms", {"none": [10**400]}),
+        ("embedding", {"points": [[1, float("nan")]], "classes": [0]}),
         ("norms", [1]),
     ],
 )
@@ -235,6 +265,10 @@ def test_the_variants_are_the_switches_and_attention():
         (dict(heads=0), "heads: expected a whole number >= 1, found 0"),
         (dict(dropout=-0.1), "dropout: expected a number from 0 to below 1, found -0.1"),
         (dict(method="fast"), "fast"),
+        (
+            dict(mixer="all", method="random:1000000000"),
+            "method: random:1000000000 has 1,000,000,000 features at width 16",
+        ),
     ],
 )
 def test_configs_that_do_not_fit_are_told(change, message):

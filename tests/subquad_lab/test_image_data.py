@@ -3,6 +3,7 @@
 import gzip
 import os
 import struct
+import zipfile
 from contextlib import suppress
 from pathlib import Path
 
@@ -85,7 +86,7 @@ def test_files_in_the_layout_of_mnist(inside, packed, tmp_path):
         ("train-images-idx3-ubyte", b"\0\0\x0d\3" + b"\0" * 20, "expected the head 00 00 08"),
         ("train-images-idx3-ubyte", FULL[:-1], "expected 3,600 bytes for [40, 9, 10], found 3,599"),
         ("train-images-idx3-ubyte", FULL + b"x", "expected 3,600 bytes for [40, 9, 10], found more"),
-        ("train-images-idx3-ubyte", b"\0\0\x08\3" + b"\xff" * 12, "more than this machine's memory"),
+        ("train-images-idx3-ubyte", b"\0\0\x08\3" + b"\xff" * 12, "bytes; this machine has room for"),
         ("train-images-idx3-ubyte", idx(np.zeros((40, 90), np.uint8)), "images: expected (n, height, width)"),
         ("train-labels-idx1-ubyte", idx(np.zeros(39, np.uint8)), "expected one for each of 40 images, found (39,)"),
         ("t10k-labels-idx1-ubyte", idx(np.full(12, 9, np.uint8)), "labels of the test part reach 9, expected 0 to 3"),
@@ -191,10 +192,52 @@ def test_every_cut_and_most_changes_of_an_npz_are_told(tmp_path):
             assert load_images(str(tmp_path / "x.npz")).checksum == before  # a date, or a flag that nobody reads
 
 
+def npy(head: bytes, version: bytes = b"\1\0") -> bytes:
+    head += b" " * (-(len(head) + 11) % 64) + b"\n"
+    return b"\x93NUMPY" + version + struct.pack("<H", len(head)) + head
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"no array",
+        npy(b"{'descr': ("),
+        npy(b"{'descr': (), 'fortran_order': False, 'shape': (1,)}"),
+        npy(b"{'descr': '|u1', 'fortran_order': False, 'shape': (10000000000000000000000000000000,)}"),
+        npy(b"{'descr': '|u1', 'fortran_order': False, 'shape': (1000000000000,)}"),
+        npy(b"{{}: 1}"),
+        npy(b"{1: 2, 'a': 3}"),
+        npy(b"{'descr': '|u1', 'fortran_order': False, 'shape': (1,)}", b"\x09\0"),
+        npy(b"__import__('os').system('touch executed')"),
+    ],
+)
+def test_members_that_are_no_arrays_are_told(content, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file = write_pictures(tmp_path / "x.npz", train_images=None)
+    with zipfile.ZipFile(file, "a") as archive:
+        archive.writestr("train_images.npy", content)
+    with pytest.raises(UsageError, match=r"x.npz"):
+        load_images(str(file))
+    assert not (tmp_path / "executed").exists()
+
+
+def test_files_of_other_kinds_are_told(tmp_path):
+    file = write_pictures(tmp_path / "x.npz")
+    whole = file.read_bytes()
+    np.save(tmp_path / "one.npy", np.zeros(3))
+    file.write_bytes((tmp_path / "one.npy").read_bytes() + whole)  # an array in front of an archive
+    with pytest.raises(UsageError, match=r"x.npz is no whole npz file of numbers"):
+        load_images(str(file))
+    (tmp_path / "x.txt").write_bytes(whole)
+    with pytest.raises(UsageError, match=r"x.txt: expected an npz file, or a folder with \*-ubyte files"):
+        load_images(str(tmp_path / "x.txt"))
+
+
 def test_a_file_that_says_it_is_larger_than_the_memory_is_refused(tmp_path, monkeypatch):
     file = write_pictures(tmp_path / "x.npz")
-    monkeypatch.setattr("subquad_lab.data.arrays.memory", lambda: 1000)
-    with pytest.raises(UsageError, match=r"x.npz holds [\d,]+ bytes, more than this machine's memory of 1,000"):
+    monkeypatch.setattr("subquad_lab.data.arrays.room", lambda: 1000)
+    with pytest.raises(UsageError, match=r"x.npz holds [\d,]+ bytes; this machine has room for 1,000"):
         load_images(str(file))
 
 

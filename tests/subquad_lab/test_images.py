@@ -2,16 +2,18 @@
 
 import json
 import re
+import shutil
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from scipy import stats
 from sklearn.metrics import confusion_matrix, log_loss
 from torch import nn
 
 from small_runs import write_pictures
-from subquad_lab import UsageError, snapshot
+from subquad_lab import Diverged, UsageError, snapshot
 from subquad_lab.classification import Predictions, figures
 from subquad_lab.cli import main
 from subquad_lab.configs import config_from, presets, read
@@ -20,6 +22,7 @@ from subquad_lab.experiments import images
 from subquad_lab.experiments.images import Config, Images
 from subquad_lab.models import parameters
 from subquad_lab.models.images import ConvNet, halved_twice
+from subquad_lab.predicting import read_picture
 from subquad_lab.records import Run
 from subquad_lab.sweep import make_study
 
@@ -103,13 +106,13 @@ def test_the_published_preset_is_the_published_run():
     )  # fmt: skip
 
 
-def test_the_published_test_images_are_the_first_of_each_class(tmp_path, capsys):
+def test_the_published_test_images_are_the_first_of_each_class(tmp_path):
     draw = np.random.default_rng(0)
     labels = draw.integers(4, size=(1200, 1)).astype(np.uint8)
     pictures = draw.integers(256, size=(1200, 12, 12)).astype(np.uint8)
     file = write_pictures(tmp_path / "octmnist.npz", classes=4, test_images=pictures, test_labels=labels)
-    task = images.build(Config(data=str(file), published_test=True))
-    assert "octmnist.npz: MD5" in capsys.readouterr().err
+    with pytest.warns(UserWarning, match=r"octmnist.npz: MD5 \w+, expected c68d92"):
+        task = images.build(Config(data=str(file), published_test=True))
     kept = {i: np.flatnonzero(labels[:, 0] == i)[:count] for i, count in enumerate((182, 55, 42, 250))}
     rows = np.sort(np.concatenate(list(kept.values())))
     assert len(rows) == 529
@@ -118,7 +121,13 @@ def test_the_published_test_images_are_the_first_of_each_class(tmp_path, capsys)
     about = task.about()["data"]
     assert (about["name"], about["published_test"], about["sizes"]["test"]) == ("OCTMNIST, changed", True, 529)
     assert about["classes"] == ["CNV", "DME", "drusen", "normal"]
-    assert len(images.build(Config(data=str(file))).parts["test"][1]) == 1200
+    with pytest.warns(UserWarning, match="MD5"):
+        assert len(images.build(Config(data=str(file))).parts["test"][1]) == 1200
+    few = write_pictures(tmp_path / "octmnist.npz", classes=4)
+    with pytest.warns(UserWarning, match="MD5"), pytest.raises(UsageError, match=r"published_test: expected \(182, 55"):
+        images.build(Config(data=str(few), published_test=True))
+    other = write_pictures(tmp_path / "octmnist_224.npz")
+    assert images.build(Config(data=str(other), published_test=True)).is_published_test is False
 
 
 def test_other_data_are_tested_whole(small):
@@ -139,6 +148,23 @@ def test_other_data_are_tested_whole(small):
 def test_configs_that_do_not_fit_are_told(change, message, small):
     with pytest.raises(UsageError, match=message):
         images.build(Config(data=small, **change))
+
+
+def test_pictures_that_are_too_small_or_too_large_are_told(tmp_path, monkeypatch):
+    parts = {f"{part}_images": np.zeros((n, 6, 6), np.uint8) for part, n in (("train", 50), ("val", 20), ("test", 21))}
+    tiny = str(write_pictures(tmp_path / "tiny.npz", **parts))
+    with pytest.raises(UsageError, match="TINY has pictures of 6x6; expected at least 8x8"):
+        images.build(Config(data=tiny))
+    images.build(Config(data=tiny, downsample="stride"))
+    monkeypatch.setattr("subquad_lab.models.memory", lambda: 10**5)
+    with pytest.raises(UsageError, match="--data: a network for pictures of 6x6 needs 0 GiB to be trained"):
+        images.build(Config(data=tiny, downsample="stride"))
+
+
+def test_probabilities_that_are_no_numbers_end_the_run():
+    """Else the first class would be the likeliest, and its share a respectable accuracy."""
+    with pytest.raises(Diverged, match="the probabilities are not numbers"):
+        figures(torch.full((4, 3), torch.nan), torch.zeros(4, dtype=torch.int64))
 
 
 # --- Commands -----------------------------------------------------------------------------------------------------
@@ -184,6 +210,38 @@ def test_the_training_loss_of_an_epoch_is_its_mean(small, tmp_path):
     assert both == losses
 
 
+def test_curves_of_several_runs_end_with_the_first_that_stopped(small, tmp_path):
+    """Means over those that went on alone would bend for no reason."""
+    from subquad_lab.plots import by_epoch
+
+    for epochs in (2, 4):
+        out = f"--out={tmp_path / str(epochs)}"
+        assert main(["train", "images", f"--data={small}", out, "--seeds=1", f"--epochs={epochs}", *QUICK[1:]]) == 0
+    runs = [Run(tmp_path / str(epochs) / "images-001") for epochs in (2, 4)]
+    for points in by_epoch(runs, "accuracy"):
+        assert [epoch for epoch, _ in points] == [1.0, 2.0]
+
+
+def test_other_data_are_not_averaged_nor_compared(small, tmp_path, capfd):
+    out = tmp_path / "compare"
+    arguments = ["compare", "images", f"--data={small}", f"--out={out}", "--seeds=2", "--steps=2"]
+    assert main(arguments) == 0
+    write_pictures(tmp_path / "small.npz", val_images=np.zeros((20, 12, 12), np.uint8))
+    (out / "stride" / "seed-1" / "result.json").unlink()
+    shutil.rmtree(out / "stride" / "seed-1")
+    capfd.readouterr()
+    assert main(["train", "--resume", str(out / "stride")]) == 2
+    assert "its data are not those of" in capfd.readouterr().err
+    shutil.rmtree(out / "stride")
+    assert main(arguments) == 2
+    assert "its data are not those of" in capfd.readouterr().err
+
+
+def test_data_that_are_wrong_leave_no_folder(tmp_path, complaint):
+    complaint(["train", "images", "--data=nowhere", f"--out={tmp_path / 'runs'}"])
+    assert not (tmp_path / "runs").exists()
+
+
 def test_a_sweep_draws_a_line_for_each_rate(small, tmp_path, capfd):
     out = tmp_path / "sweep"
     rates = "--grid.lr=0.1,0.01,0.0001"
@@ -204,15 +262,19 @@ def test_compare_says_whether_a_difference_is_larger_than_chance(small, tmp_path
     out = tmp_path / "compare"
     assert main(["compare", "images", f"--data={small}", f"--out={out}", "--seeds=3", *QUICK]) == 0
     shown = capfd.readouterr().out
-    interval = r"accuracy ([+-][\d.]+) \+- ([\d.]+) \(95 %, 3 seeds and 21 test examples\): (.*)"
-    found = re.search(rf"pool minus stride: {interval}", shown)
+    assert "over 3 seeds and 21 test examples" in shown
+    found = re.search(r"pool minus stride: accuracy ([+-][\d.]+) \+- ([\d.]+): (.*)", shown)
     mean, half = float(found[1]), float(found[2])
     assert found[3] == ("larger than chance" if abs(mean) > half else "not larger than chance")
-    means = [
-        np.mean([Run(out / how / f"seed-{seed}").result()["test"]["accuracy"] for seed in range(3)])
-        for how in ("pool", "stride")
-    ]
+    right = np.array([[Predictions.of(Run(out / how / f"seed-{seed}")).right for seed in range(3)]
+                      for how in ("pool", "stride")])  # fmt: skip
+    means = right.mean((1, 2))
     assert mean == pytest.approx(means[0] - means[1], abs=1e-4)
+    parts = right.mean(2).var(1, ddof=1) / 3
+    shares = right.mean(1)
+    spread = parts.sum() + (shares[0] - shares[1]).var(ddof=1) / 21
+    freedom = parts.sum() ** 2 / (parts**2 / 2).sum() if parts.any() else 4
+    assert half == pytest.approx(stats.t.ppf(0.975, freedom) * spread**0.5, abs=1e-4)
     content = json.loads((out / "compare.json").read_text())
     assert content["stride"]["first_minus_this"]["mean"] == pytest.approx(means[0] - means[1])
 
@@ -250,13 +312,40 @@ def test_files_that_are_no_pictures_are_told(content, small, tmp_path, complaint
     assert "IMAGES" in complaint(["predict", run])
 
 
+def test_pictures_with_16_bits_and_with_transparency_are_what_they_look_like(tmp_path):
+    ramp = np.tile(np.linspace(0, 65535, 28), (28, 1)).astype(np.uint16)
+    Image.fromarray(ramp).save(tmp_path / "deep.png")
+    found = read_picture(tmp_path / "deep.png", 1, 28, 28)
+    assert (found[0].int() - torch.from_numpy(ramp // 257).int()).abs().max() <= 1
+    ink = Image.new("RGBA", (28, 28), (0, 0, 0, 0))
+    ink.paste((0, 0, 0, 255), (10, 10, 20, 20))
+    ink.save(tmp_path / "ink.png")
+    found = read_picture(tmp_path / "ink.png", 3, 28, 28)
+    assert found[:, 15, 15].tolist() == [0, 0, 0]
+    assert found[:, 2, 2].tolist() == [255, 255, 255]
+
+
+def test_no_program_is_started_for_a_picture(small, tmp_path, complaint, capfd, monkeypatch):
+    """Pillow would hand PostScript to Ghostscript."""
+    assert main(["train", "images", f"--data={small}", f"--out={tmp_path}", "--seeds=1", "--steps=1"]) == 0
+    capfd.readouterr()
+    (tmp_path / "gs").write_text(f"#!/bin/sh\ntouch {tmp_path / 'executed'}\n")
+    (tmp_path / "gs").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    (tmp_path / "x.png").write_text("%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nshowpage\n")
+    assert "cannot be read as a picture" in complaint(
+        ["predict", str(tmp_path / "images-001"), str(tmp_path / "x.png")]
+    )
+    assert not (tmp_path / "executed").exists()
+
+
 def test_a_picture_that_would_fill_the_memory_is_refused(small, tmp_path, complaint, capfd, monkeypatch):
     assert main(["train", "images", f"--data={small}", f"--out={tmp_path}", "--seeds=1", "--steps=1"]) == 0
     capfd.readouterr()
     Image.new("L", (64, 64)).save(tmp_path / "bomb.png")
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
     line = complaint(["predict", str(tmp_path / "images-001"), str(tmp_path / "bomb.png")])
-    assert "bomb.png cannot be read as a picture: Image size (4096 pixels) exceeds limit" in line
+    assert "bomb.png cannot be read as a picture: " in line
 
 
 def test_a_language_model_does_not_predict_pictures(trained, tmp_path, complaint):

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 
+from small_runs import write_pictures
 from subquad_lab import checkpoint
 from subquad_lab.configs import config_of
 from subquad_lab.records import METRICS, Run
@@ -76,6 +77,21 @@ def test_two_processes_make_the_steps_of_one(text, tmp_path):
                 for name in ("one", "two"))  # fmt: skip
     for line, other in zip(one, two, strict=True):
         assert other == pytest.approx(line, rel=1e-4)
+
+
+def test_two_processes_train_a_series(tmp_path):
+    """All decide alike what is begun and what goes on."""
+    data = write_pictures(tmp_path / "small.npz")
+    options = [f"--data={data}", f"--out={tmp_path}", "--seeds=2", "--steps=6", "--batch=8", "--dropout=0"]
+    for launcher in (torchrun(), [sys.executable]):
+        done = subprocess.run([*launcher, "-m", "subquad_lab", "train", "images", *options], capture_output=True,
+                              text=True, env=environment(), timeout=120)  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("mean of 2 seeds") == 1
+    for seed in ("seed-0", "seed-1"):
+        one, two = (list(Run.open(tmp_path / f"images-00{i}" / seed).metrics()) for i in (1, 2))
+        for line, other in zip(one, two, strict=True):
+            assert other == pytest.approx(line, rel=1e-4)
 
 
 def torchrun() -> list[str]:

@@ -52,6 +52,22 @@ def test_the_report_shows_every_run_and_tells_published_figures_apart(trained, o
     assert len(ids) == len(set(ids))
 
 
+def test_one_seed_twice_is_not_two_seeds(trained, options, tmp_path, capfd):
+    main(["train", "language", *options])
+    main(["train", "language", *options, "--seed=1"])
+    out = tmp_path / "report.html"
+    assert main(["report", "--root", str(tmp_path / "runs"), "--out", str(out)]) == 0
+    assert "language-001, 2 seeds" in page_of(out).text
+    assert "3 seeds" not in page_of(out).text
+
+
+def test_a_series_a_comparison_or_a_sweep_is_reported_by_its_folder(options, tmp_path, capfd):
+    main(["train", "language", *options, "--seeds=2"])
+    out = tmp_path / "report.html"
+    assert main(["report", str(tmp_path / "runs" / "language-001"), "--out", str(out)]) == 0
+    assert "language-001, 2 seeds" in page_of(out).text
+
+
 def test_nothing_on_the_page_asks_another_machine(trained, tmp_path):
     out = tmp_path / "report.html"
     assert main(["report", str(trained), "--out", str(out)]) == 0

@@ -112,7 +112,7 @@ def test_a_finished_run_is_not_trained_again(trained, capfd):
             "--span.lr: expected a field that",
         ),
         (["sample"], "the following arguments are required: RUN"),
-        (["train", "language", "--width", "1000000"], "width: the model's parameters need"),
+        (["train", "language", "--width", "1000000"], "width: a model of width 1000000 needs"),
         (["train", "language", "--seed", "9" * 25], "seed: expected a whole number from 0 to below 2^32"),
         (["train", "language", "--method", "random:100000000000"], "method: random:100000000000 has 100,000,000,000"),
         (["train", "language", "--data", "/dev/null"], "--data: /dev/null is a file, not a folder"),

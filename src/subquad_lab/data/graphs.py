@@ -1,7 +1,8 @@
 """Graphs whose nodes have features and classes: which nodes are for training, and where it all came from.
 
     embedded    Zachary's karate club, which comes with torch_geometric
-    a folder    Planetoid's files ind.NAME.{x,tx,allx,y,ty,ally,graph,test.index}, there or in raw/ or */raw/
+    a folder    Planetoid's files ind.NAME.{x,tx,allx,y,ty,ally,graph,test.index}, there or in raw/ or */raw/; or
+                ind.NAME.x itself, where there are several
     NAME.npz    what such a folder was converted to
 
 Planetoid's files are pickles of Python 2, which are read as data alone, see `pickles`, and converted once, to an npz
@@ -10,6 +11,8 @@ file in the cache folder.
 
 import hashlib
 import io
+import re
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,11 +26,12 @@ from subquad_lab import UsageError
 from subquad_lab.data.arrays import read_npz
 from subquad_lab.data.pickles import PickledArray, PickledMatrix, named, unpickle
 from subquad_lab.files import write_whole
-from subquad_lab.sizes import memory
+from subquad_lab.sizes import room
 
 FILES = ("x", "tx", "allx", "y", "ty", "ally", "graph", "test.index")
 VALID = 500  # nodes of Planetoid's validation part
 ARRAYS = ("features", "edges", "classes", "train", "valid", "test")
+MOST_CLASSES = 255
 CLUB_TEST = 20  # of the 34 members of the karate club; 4 are for training
 
 
@@ -58,24 +62,21 @@ def load_graph(data: str | None = None) -> Graph:
         return _graph(path.stem, read_npz(path, list(ARRAYS)), path)
     if not path.exists():
         raise UsageError(f"--data: there is no file or folder {path}")
-    if not path.is_dir():
-        raise UsageError(f"--data: {path}: expected an npz file, or a folder with ind.NAME.* files")
     files = _files(path)
     name = files["x"].name.split(".")[1]
     contents = {what: _read(file) for what, file in files.items()}
     digest = hashlib.sha256(b"".join(hashlib.sha256(content).digest() for content in contents.values())).hexdigest()
     converted = cache_folder() / "graphs" / f"{name}-{digest[:16]}.npz"
-    if not converted.is_file():
-        arrays = planetoid(contents, files)
-        _graph(name, arrays, files["graph"])  # All is checked before it is written.
-        buffer = io.BytesIO()
-        np.savez_compressed(buffer, **arrays)
-        try:
-            converted.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(converted, buffer.getvalue())
-        except OSError:  # Without a cache it is converted each time.
-            return _graph(name, arrays, files["graph"])
-    return _graph(name, read_npz(converted, list(ARRAYS)), converted)
+    with suppress(UsageError):  # It is not there yet, or is damaged.
+        return _graph(name, read_npz(converted, list(ARRAYS)), converted)
+    arrays = planetoid(contents, files)
+    graph = _graph(name, arrays, files["graph"])  # All is checked before it is written.
+    buffer = io.BytesIO()
+    np.savez_compressed(buffer, **arrays)
+    with suppress(OSError):  # Without a cache it is converted each time.
+        converted.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(converted, buffer.getvalue())
+    return graph
 
 
 def _karate_club() -> dict[str, np.ndarray]:
@@ -95,12 +96,16 @@ def _karate_club() -> dict[str, np.ndarray]:
 # --- Planetoid ----------------------------------------------------------------------------------------------------
 
 
-def _files(folder: Path) -> dict[str, Path]:
-    places = [folder, folder / "raw", *(path for path in sorted(folder.glob("*/raw")) if path.is_dir())]
-    found = [path for place in places for path in sorted(place.glob("ind.*.x"))]
-    if len(found) != 1:
-        what = ", ".join(map(str, found)) or "none"
-        raise UsageError(f"--data: expected one file ind.NAME.x in {folder}, in its raw/ or in */raw/, found {what}")
+def _files(path: Path) -> dict[str, Path]:
+    """All that belong to ind.NAME.x: that file, or the one that a folder has."""
+    places = [path, path / "raw", *(inner for inner in sorted(path.glob("*/raw")) if inner.is_dir())]
+    found = [path] if path.is_file() else [file for place in places for file in sorted(place.glob("ind.*.x"))]
+    if len(found) > 1:
+        raise UsageError(f"--data: {path} has several graphs; expected one of {', '.join(map(str, found))}")
+    if not found or not re.fullmatch(r"ind\.[^.]+\.x", found[0].name):
+        raise UsageError(
+            f"--data: {path}: expected an npz file, ind.NAME.x, or a folder with it, in its raw/ or in */raw/"
+        )
     begin = found[0].name.removesuffix("x")
     files = {what: found[0].with_name(begin + what) for what in FILES}
     for file in files.values():
@@ -136,23 +141,26 @@ def planetoid(contents: dict[str, bytes], files: dict[str, Path]) -> dict[str, n
                              f"{matrices[what].shape[1]}")  # fmt: skip
     if len(listed) != len(matrices["tx"]) or len(set(listed)) != len(listed) or min(listed, default=-1) < before:
         raise UsageError(f"--data: {files['test.index']}: expected {len(matrices['tx'])} different numbers >= {before}")
+    for part, whole, found in (("x", "allx", matrices), ("y", "ally", chosen)):
+        if not np.array_equal(found[part], found[whole][: len(found[part])]):
+            raise UsageError(f"--data: {files[part]}: expected the first rows of {files[whole].name}")
     if len(matrices["x"]) + VALID > before:
         raise UsageError(
             f"--data: {files['allx']}: expected at least {len(matrices['x']) + VALID} rows, found {before}"
         )
     nodes = max(listed) + 1
     if nodes > 2 * (before + len(listed)):
-        raise UsageError(
-            f"--data: {files['test.index']}: node {nodes - 1} is far above the {before + len(listed)} listed"
-        )
+        count = before + len(listed)
+        raise UsageError(f"--data: {files['test.index']}: node {nodes - 1} is far above the {count} listed")
     features = np.zeros((nodes, matrices["allx"].shape[1]), np.float32)
     classes = np.full(nodes, -1, np.int64)
     features[:before], classes[:before] = matrices["allx"], chosen["ally"]
     features[listed], classes[listed] = matrices["tx"], chosen["ty"]
+    edges = _edges(held["graph"], nodes, files["graph"], len(contents["graph"]))
     train = np.arange(len(matrices["x"]))
     return {
-        "features": features, "edges": _edges(held["graph"], nodes, files["graph"]), "classes": classes,
-        "train": train, "valid": np.arange(len(train), len(train) + VALID), "test": np.sort(np.array(listed)),
+        "features": features, "edges": edges, "classes": classes, "train": train,
+        "valid": np.arange(len(train), len(train) + VALID), "test": np.sort(np.array(listed)),
     }  # fmt: skip
 
 
@@ -171,17 +179,16 @@ def _features(found: Any, path: Path) -> np.ndarray:
         raise UsageError(f"--data: {path}: expected a sparse matrix, found {named(found)}")
     try:
         rows, columns = (int(size) for size in found.state["_shape"])
-        if 4 * rows * columns > memory():
-            raise UsageError(f"--data: {path}: {rows:,} x {columns:,} features are more than this machine's memory")
+        if 16 * rows * columns > room():
+            raise UsageError(f"--data: {path}: this machine has no room for {rows:,} x {columns:,} features")
         parts = tuple(found.state[name].values() for name in ("data", "indices", "indptr"))
         matrix = csr_matrix(parts, shape=(rows, columns))
         matrix.check_format(full_check=True)
-        whole = matrix.toarray().astype(np.float32)
-    except (KeyError, ValueError, TypeError, AttributeError, IndexError, OverflowError) as error:
+        return matrix.toarray().astype(np.float32)
+    except UsageError:
+        raise
+    except Exception as error:  # Its parts can be anything, and scipy then fails in any way.
         raise UsageError(f"--data: {path}: is no whole sparse matrix: {type(error).__name__}: {error}") from error
-    if not np.isfinite(whole).all():
-        raise UsageError(f"--data: {path}: expected finite features")
-    return whole
 
 
 def _classes(found: Any, path: Path) -> np.ndarray:
@@ -190,17 +197,19 @@ def _classes(found: Any, path: Path) -> np.ndarray:
         raise UsageError(f"--data: {path}: expected an array, found {named(found)}")
     try:
         table = found.values()
-    except (ValueError, TypeError) as error:
+    except Exception as error:  # Its parts can be anything.
         raise UsageError(f"--data: {path}: is no whole array: {error}") from error
     if table.ndim != 2 or not table.shape[1] or not np.isin(table, (0, 1)).all() or (table.sum(1) > 1).any():
         raise UsageError(f"--data: {path}: expected rows of zeros with at most one 1, found an array {table.shape}")
     return np.where(table.any(1), table.argmax(1), -1)
 
 
-def _edges(found: Any, nodes: int, path: Path) -> np.ndarray:
-    """Both ways, each once, none from a node to itself."""
+def _edges(found: Any, nodes: int, path: Path, size: int) -> np.ndarray:
+    """Both ways, each once, none from a node to itself; `size` is that of the file in bytes."""
     if not isinstance(found, dict) or not all(isinstance(near, list) for near in found.values()):
         raise UsageError(f"--data: {path}: expected the neighbours of each node, found {named(found)}")
+    if sum(map(len, found.values())) > size:  # Each takes a byte at least, unless one list is used again and again.
+        raise UsageError(f"--data: {path}: expected the neighbours of each node in a list of its own")
     pairs = [(node, other) for node, near in found.items() for other in near]
     if not all(type(end) is int and 0 <= end < nodes for pair in pairs for end in pair):
         raise UsageError(f"--data: {path}: expected numbers of nodes from 0 to below {nodes}")
@@ -230,11 +239,23 @@ def _graph(name: str, arrays: dict[str, np.ndarray], where: object) -> Graph:
     for what in ("train", "valid", "test"):
         if arrays["classes"][arrays[what]].min() < 0:
             raise UsageError(f"--data: {where}: {what}: expected nodes whose class is known")
-    if arrays["classes"].max() > arrays["classes"][arrays["train"]].max():
-        raise UsageError(f"--data: {where}: classes reach {arrays['classes'].max()}, which no training node has")
+    known = arrays["classes"][arrays["train"]]
+    if known.max() > MOST_CLASSES or arrays["classes"].max() > known.max():
+        raise UsageError(f"--data: {where}: classes: expected at most {MOST_CLASSES}, and none that no training node "
+                         f"has; found {arrays['classes'].max()}")  # fmt: skip
+    parts = np.concatenate([arrays[what] for what in ("train", "valid", "test")])
+    if len(np.unique(parts)) != len(parts):
+        raise UsageError(f"--data: {where}: train, valid, test: expected each node in one part, once")
+    ends = arrays["edges"].T
+    if len(np.unique(ends, axis=0)) != len(ends) or (ends[:, 0] == ends[:, 1]).any() or not np.array_equal(
+        np.unique(ends, axis=0), np.unique(ends[:, ::-1], axis=0)):  # fmt: skip
+        raise UsageError(f"--data: {where}: edges: expected both ways, each once, and none from a node to itself")
     tensors = {what: torch.from_numpy(np.ascontiguousarray(arrays[what])) for what in ARRAYS}
     tensors = {what: tensor.float() if what == "features" else tensor.long() for what, tensor in tensors.items()}
+    if not tensors["features"].isfinite().all():
+        raise UsageError(f"--data: {where}: features: expected finite numbers")
     digest = hashlib.sha256()
     for tensor in tensors.values():
-        digest.update(str(tuple(tensor.shape)).encode() + tensor.numpy().tobytes())
+        digest.update(str(tuple(tensor.shape)).encode())
+        digest.update(tensor.numpy())
     return Graph(name, digest.hexdigest(), **tensors)

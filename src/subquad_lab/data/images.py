@@ -9,7 +9,7 @@ Nothing is unpickled. What does not fit is named: key, shape, kind, range.
 
 import gzip
 import hashlib
-import sys
+import warnings
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from subquad_lab import UsageError
 from subquad_lab.data.arrays import read_npz
-from subquad_lab.sizes import memory
+from subquad_lab.sizes import room
 
 PARTS = ("train", "valid", "test")
 SIDE = 28  # to which the embedded digits are resized
@@ -58,7 +58,7 @@ class Pictures:
 def load_images(data: str | None = None) -> Pictures:
     """The embedded digits, or what a file or folder holds."""
     if data is None:
-        return _pictures("scikit-learn's digits", _digits())
+        return _pictures("scikit-learn's digits", _digits(), "scikit-learn")
     path = Path(data)
     if path.is_file() and path.suffix == ".npz":
         return _medmnist(path)
@@ -98,10 +98,10 @@ def _medmnist(path: Path) -> Pictures:
         with path.open("rb") as file:
             found = hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
         if found != OCT_MD5:
-            print(f"subquad: warning: {path}: MD5 {found}, expected {OCT_MD5}: figures may not compare to published "
-                  "ones", file=sys.stderr)  # fmt: skip
+            warnings.warn(f"{path}: MD5 {found}, expected {OCT_MD5}: figures may not compare to published ones",
+                          stacklevel=2)  # fmt: skip
             name += ", changed"
-    return _pictures(name, checked)
+    return _pictures(name, checked, path)
 
 
 def _mnist(folder: Path) -> Pictures:
@@ -120,9 +120,8 @@ def _mnist(folder: Path) -> Pictures:
     count = len(parts["train"][1])
     name = places[0].parent.name if places[0].name == "raw" else places[0].name
     rows = torch.arange(count).split([count - count // 10, count // 10])
-    return _pictures(
-        name, {"train": _at(parts["train"], rows[0]), "valid": _at(parts["train"], rows[1]), "test": parts["t10k"]}
-    )
+    split = {"train": _at(parts["train"], rows[0]), "valid": _at(parts["train"], rows[1]), "test": parts["t10k"]}
+    return _pictures(name, split, places[0])
 
 
 def _one(folder: Path, name: str) -> Path:
@@ -146,10 +145,12 @@ def read_idx(path: Path) -> np.ndarray:
                 )
             sizes = [int.from_bytes(file.read(4)) for _ in range(head[3])]
             count = int(np.prod(sizes, dtype=object))
-            if count > memory():
-                raise UsageError(f"--data: {path} says that it holds {sizes} bytes, more than this machine's memory")
+            if count > room():
+                raise UsageError(
+                    f"--data: {path} says that it holds {sizes} bytes; this machine has room for {room():,}"
+                )
             content = file.read(count + 1)
-    except (OSError, EOFError, zlib.error) as error:
+    except (OSError, EOFError, zlib.error, MemoryError) as error:
         raise UsageError(f"--data: cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
     if len(content) != count:
         found = "more" if len(content) > count else f"{len(content):,}"
@@ -182,31 +183,34 @@ def _checked(where: str, pictures: np.ndarray, classes: np.ndarray) -> Part:
     return torch.from_numpy(np.ascontiguousarray(pictures.transpose(0, 3, 1, 2))), numbers
 
 
-def _pictures(name: str, parts: dict[str, Part]) -> Pictures:
+def _pictures(name: str, parts: dict[str, Part], where: object) -> Pictures:
     """Parts that belong together: pictures of one size, and no class that training does not know."""
     pictures, classes = parts["train"]
     count = max(2, int(classes.max()) + 1)
     names = CLASSES.get(name.partition(",")[0], [])
     for part, (others, own) in parts.items():
         if len(others) == 0:
-            raise UsageError(f"--data: {name}: the {part} part is empty")
+            raise UsageError(f"--data: {where}: the {part} part is empty")
         if others.shape[1:] != pictures.shape[1:]:
-            raise UsageError(f"--data: {name}: images of the {part} part are {tuple(others.shape[1:])}, those of the "
+            raise UsageError(f"--data: {where}: images of the {part} part are {tuple(others.shape[1:])}, those of the "
                              f"train part {tuple(pictures.shape[1:])}")  # fmt: skip
         if int(own.max()) >= count:
-            raise UsageError(f"--data: {name}: labels of the {part} part reach {int(own.max())}, expected 0 to "
+            raise UsageError(f"--data: {where}: labels of the {part} part reach {int(own.max())}, expected 0 to "
                              f"{count - 1}, as the train part has them")  # fmt: skip
     digest = hashlib.sha256()
     for part in PARTS:
         for tensor in parts[part]:
             digest.update(str(tuple(tensor.shape)).encode())
-            digest.update(tensor.contiguous().numpy().tobytes())
+            digest.update(tensor.contiguous().numpy())  # type: ignore[arg-type] it is a buffer
     return Pictures(name, digest.hexdigest(), names if len(names) == count else [str(i) for i in range(count)], **parts)
 
 
 def published_test(part: Part) -> Part:
     """The test images of published OCTMNIST figures: the first of each class."""
     rows = [torch.nonzero(part[1] == i)[:count, 0] for i, count in enumerate(PUBLISHED_TEST)]
+    found = tuple(map(len, rows))
+    if found != PUBLISHED_TEST:
+        raise UsageError(f"published_test: expected {PUBLISHED_TEST} test images of the classes, found {found}")
     return _at(part, torch.cat(rows).sort().values)
 
 

@@ -20,8 +20,11 @@ KINDS = ("f4", "f8", "i1", "i2", "i4", "i8", "u1", "b1")  # of numbers in an arr
 class _Kind:
     """Stands in for numpy.dtype: a code such as f4, and the order of its bytes."""
 
+    code: Any = None
+    order: Any = "="
+
     def __init__(self, code: Any = None, *_: Any) -> None:
-        self.code, self.order = code, "="
+        self.code = code
 
     def __setstate__(self, state: Any) -> None:
         self.order = state[1]
@@ -55,6 +58,8 @@ class PickledArray:
 class PickledMatrix:
     """Stands in for scipy's sparse matrix."""
 
+    state: Any = None
+
     def __setstate__(self, state: Any) -> None:
         self.state = state
 
@@ -63,17 +68,19 @@ class _List:
     """Stands in for the type that a defaultdict makes its values of."""
 
 
-def _dictionary(*_: Any) -> dict[Any, Any]:
+class _Dictionary(dict[Any, Any]):
     """Stands in for collections.defaultdict."""
-    return {}
+
+    def __init__(self, *_: Any) -> None:
+        super().__init__()
 
 
-STAND_INS = {
+STAND_INS: dict[tuple[str, str], type] = {
     ("numpy.core.multiarray", "_reconstruct"): PickledArray,
     ("numpy", "ndarray"): PickledArray,
     ("numpy", "dtype"): _Kind,
     ("scipy.sparse.csr", "csr_matrix"): PickledMatrix,
-    ("collections", "defaultdict"): _dictionary,
+    ("collections", "defaultdict"): _Dictionary,
     ("__builtin__", "list"): _List,
 }
 
@@ -81,8 +88,9 @@ STAND_INS = {
 class _Reader(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in STAND_INS:
-            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no graph needs: refused")
-        return STAND_INS[module, name]
+            raise pickle.UnpicklingError(f"it asks for {f'{module}.{name}'!r}, which no graph needs: refused")
+        kind = STAND_INS[module, name]
+        return type(kind.__name__, (kind,), {})  # A pickle can set attributes of what it named: of this one alone.
 
 
 def unpickle(content: bytes, path: Path) -> Any:

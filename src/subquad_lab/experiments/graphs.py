@@ -2,10 +2,10 @@
 
     loss = mean over the training nodes of -log p(class | graph).
 
-A step sees the whole graph. Rows of features are divided by their sum.
+A step sees the whole graph. Rows of features are divided by the sum of their magnitudes.
 """
 
-import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import product
@@ -19,8 +19,8 @@ from torch.nn import functional as F
 from subquad_lab import UsageError
 from subquad_lab.classification import PREDICTIONS, Predictions, confusion_picture, figures
 from subquad_lab.data.graphs import Graph, load_graph
-from subquad_lab.methods import parse_method
-from subquad_lab.models import parameters
+from subquad_lab.methods import parse_method, refuse_many_features
+from subquad_lab.models import parameters, refuse_too_large
 from subquad_lab.models.graphs import Attention, Convolution, GraphNet, Mixer, Normalisation, propagation
 from subquad_lab.plots import axes_of, svg
 from subquad_lab.records import Run
@@ -76,28 +76,32 @@ class Config(Training):
         if not 0 <= self.dropout < 1:
             raise UsageError(f"dropout: expected a number from 0 to below 1, found {self.dropout}")
         parse_method(self.method)
+        if self.mixer in ("all", "both"):
+            refuse_many_features(self.method, self.width)
 
 
 def make_model(config: Config, graph: Graph, classes: int) -> GraphNet:
     inward, width = graph.features.shape[1], config.width
+    total = inward * width if config.mixer == "gcn" else 3 * inward * width * config.heads  # of the first layer
+    refuse_too_large(total, f"width: a layer of width {width}")
     layers: tuple[nn.Module, nn.Module]
     if config.mixer == "gcn":
         sums = propagation(graph.edges, graph.nodes, config.self_loops, config.normalisation)
         layers = Convolution(inward, width, *sums), Convolution(width, classes, *sums)
     else:
-        mask = neighbours(graph) if config.mixer != "all" else None
+        mask = neighbours(graph, config.heads) if config.mixer != "all" else None
         method = parse_method(config.method) if config.mixer != "neighbours" else None
         layers = (Attention(inward, width, width, config.heads, mask, method),
                   Attention(width, classes, width, config.heads, mask, method))  # fmt: skip
     return GraphNet(*layers, config.dropout, graph.features)
 
 
-def neighbours(graph: Graph) -> Tensor:
+def neighbours(graph: Graph, heads: int) -> Tensor:
     """(n, n), True where a node is seen: itself, and those that an edge leads from."""
-    needed = 16 * graph.nodes**2  # the mask, and the weights of both layers with their gradients
+    needed = (1 + 16 * heads) * graph.nodes**2  # the mask, and the weights of both layers with their gradients
     if needed > memory():
-        raise UsageError(f"mixer: attention under a mask of {graph.nodes:,} nodes needs {needed / 2**30:,.0f} GiB; "
-                         "expected gcn or all")  # fmt: skip
+        raise UsageError(f"mixer: attention under a mask of {graph.nodes:,} nodes with {heads} heads needs "
+                         f"{needed / 2**30:,.0f} GiB; expected gcn or all")  # fmt: skip
     mask = torch.eye(graph.nodes, dtype=torch.bool)
     mask[graph.edges[1], graph.edges[0]] = True
     return mask
@@ -113,8 +117,7 @@ class Graphs:
         self.config, self.graph = config, graph
         self.classes = [str(i) for i in range(max(2, int(graph.classes.max()) + 1))]
         self.model = make_model(config, graph, len(self.classes))
-        total = graph.features.sum(1, keepdim=True)
-        self.features = torch.where(total > 0, graph.features / total, graph.features)
+        self.features = F.normalize(graph.features, p=1, dim=1)
 
     def about(self) -> dict[str, Any]:
         graph = self.graph
@@ -160,8 +163,9 @@ def flattened(points: Tensor) -> Tensor:
     """(n, w) in the plane in which they differ most: their first two principal components."""
     centred = (points - points.mean(0)).double()
     _, _, directions = torch.linalg.svd(centred, full_matrices=False)
-    directions = directions[:2] * directions[:2].sum(1, keepdim=True).sign()  # Else the sign is anyone's.
-    return F.pad(centred @ directions.T, (0, 2 - len(directions)))
+    directions = directions[:2]
+    largest = directions.gather(1, directions.abs().argmax(1, keepdim=True))
+    return F.pad(centred @ (directions * largest.sign()).T, (0, 2 - len(directions)))  # Else the sign is anyone's.
 
 
 def norms(graph: Graph, features: Tensor) -> dict[str, list[float]]:
@@ -171,10 +175,10 @@ def norms(graph: Graph, features: Tensor) -> dict[str, list[float]]:
     found = {}
     for self_loops, normalisation in product((True, False), get_args(Normalisation)):
         edges, weights = propagation(graph.edges, graph.nodes, self_loops, normalisation)
-        matrix = csr_matrix((weights.numpy(), edges.flip(0).numpy()), (graph.nodes, graph.nodes))
-        x, sizes = features.numpy(), []
+        matrix = csr_matrix((weights.double().numpy(), edges.flip(0).numpy()), (graph.nodes, graph.nodes))
+        x, sizes = features.double().numpy(), []
         for _ in range(PROPAGATIONS + 1):
-            sizes.append(float(np.linalg.norm(x) / features.norm()))
+            sizes.append(float(np.linalg.norm(x) / max(float(features.double().norm()), 1e-30)))
             x = matrix @ x
         found[f"{normalisation}, {'with' if self_loops else 'without'} self-loops"] = sizes
     return found
@@ -182,8 +186,8 @@ def norms(graph: Graph, features: Tensor) -> dict[str, list[float]]:
 
 def build(config: Config) -> Graphs:
     if config.mixer in ("gcn", "neighbours") and config.method != Config.method:
-        print(f"subquad: warning: --method {config.method} has no effect: it is of attention to all nodes, "
-              "--mixer all or both", file=sys.stderr)  # fmt: skip
+        warnings.warn(f"--method {config.method} has no effect: it is of attention to all nodes, --mixer all or both",
+                      stacklevel=2)  # fmt: skip
     return Graphs(config, load_graph(config.data))
 
 
@@ -219,7 +223,7 @@ def norms_picture(run: Run) -> bytes:
     """Without normalisation they grow by a factor each time; with it they stay in sight of each other."""
     figure, (left, right) = axes_of(2)
     for name, sizes in run.read_json(f"{NORMS}.json").items():
-        if not isinstance(sizes, list) or not all(isinstance(size, int | float) for size in sizes):
+        if not is_finite(sizes):
             raise UsageError(f"{run.folder / NORMS}.json: expected numbers for {name!r}")
         axes, style = left if name.startswith("none") else right, "--" if "without" in name else "-"
         axes.plot(range(len(sizes)), sizes, style, marker="o", markersize=3, label=name.replace("$", r"\$"))
@@ -230,12 +234,16 @@ def norms_picture(run: Run) -> bytes:
     return svg(figure)
 
 
+def is_finite(values: Any) -> bool:
+    """A list of numbers that can be drawn."""
+    return isinstance(values, list) and all(isinstance(x, int | float) and abs(x) < 1e300 for x in values)
+
+
 def embedding_picture(run: Run) -> bytes:
     content = run.read_json(f"{EMBEDDING}.json")
     points, classes = content.get("points"), content.get("classes")
     path = f"{run.folder / EMBEDDING}.json"
-    if not isinstance(points, list) or not all(isinstance(p, list) and len(p) == 2 and all(
-        isinstance(x, int | float) for x in p) for p in points):  # fmt: skip
+    if not isinstance(points, list) or not all(is_finite(point) and len(point) == 2 for point in points):
         raise UsageError(f"{path}: expected points of two numbers")
     if not isinstance(classes, list) or len(classes) != len(points) or not all(type(c) is int for c in classes):
         raise UsageError(f"{path}: expected a class for each point")

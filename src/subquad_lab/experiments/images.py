@@ -8,7 +8,7 @@ with the first pictures of the order, so that all batches are of one size.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -17,13 +17,13 @@ from torch.nn import functional as F
 from subquad_lab import UsageError
 from subquad_lab.classification import PREDICTIONS, Predictions, confusion_picture, figures
 from subquad_lab.data.images import OCT, Pictures, load_images, published_test
-from subquad_lab.models import parameters
-from subquad_lab.models.images import ConvNet, halved_twice
+from subquad_lab.models import parameters, refuse_too_large
+from subquad_lab.models.images import ConvNet, Downsample, halved_twice
 from subquad_lab.records import Run
 from subquad_lab.train import Carry, Rows, Training
 
 MEASURE, HIGHER_IS_BETTER, UNIT = "accuracy", True, "images"
-PIECE = 1024  # pictures that are evaluated at once
+PIECE = 1 << 20  # pixels that are evaluated at once
 RANGE = 256.0  # by which the bytes of a picture are divided
 
 PUBLISHED = [
@@ -56,7 +56,7 @@ class Config(Training):
     momentum: float = 0.9
     patience: int | None = 5
     data: str | None = None
-    downsample: Literal["pool", "stride"] = "pool"
+    downsample: Downsample = "pool"
     dropout: float = 0.7
     published_test: bool = False
 
@@ -73,20 +73,29 @@ class Images:
 
     def __init__(self, config: Config, pictures: Pictures) -> None:
         self.config, self.pictures = config, pictures
-        channels, height, width = pictures.shape
-        if min(halved_twice(side, config.downsample) for side in (height, width)) < 1:
-            raise UsageError(f"--data: {pictures.name} has pictures of {height}x{width}; expected at least 8x8")
-        self.model = ConvNet(channels, height, width, len(pictures.classes), config.downsample, config.dropout)
+        _, height, width = pictures.shape
+        least = next(side for side in range(1, 99) if halved_twice(side, config.downsample) >= 1)
+        if min(height, width) < least:
+            raise UsageError(f"--data: {pictures.name} has pictures of {height}x{width}; expected at least "
+                             f"{least}x{least}")  # fmt: skip
+        with torch.device("meta"):  # which has sizes and no memory
+            total = parameters(self._network())["total"]
+        refuse_too_large(total, f"--data: a network for pictures of {height}x{width}")
+        self.model = self._network()
         count = len(pictures.train[1])
         if count < config.batch:
             raise UsageError(f"batch: expected at most the {count:,} training pictures of {pictures.name}, "
                              f"found {config.batch}")  # fmt: skip
         self.batches = -(-count // config.batch)
-        self.is_published_test = config.published_test and pictures.name.startswith(OCT)
+        self.is_published_test = config.published_test and pictures.name in (OCT, f"{OCT}, changed")
         self.parts = {"valid": pictures.valid, "test": pictures.test}
         if self.is_published_test:
             self.parts["test"] = published_test(pictures.test)
         self.order: tuple[int, Tensor] = (-1, torch.empty(0))  # of an epoch
+
+    def _network(self) -> ConvNet:
+        config = self.config
+        return ConvNet(*self.pictures.shape, len(self.pictures.classes), config.downsample, config.dropout)
 
     def about(self) -> dict[str, Any]:
         sizes = {"train": len(self.pictures.train[1])} | {part: len(rows) for part, (_, rows) in self.parts.items()}
@@ -124,7 +133,7 @@ class Images:
     def predict(self, pictures: Tensor, check: Callable[[], None] = lambda: None) -> Tensor:
         """Log probabilities of pictures (n, channels, height, width) of bytes."""
         device, found = next(self.model.parameters()).device, []
-        for piece in pictures.split(PIECE):
+        for piece in pictures.split(max(1, PIECE // pictures[0].numel())):
             check()
             found.append(self.model(piece.to(device) / RANGE).cpu())
         return torch.cat(found)
@@ -152,4 +161,4 @@ def pictures(run: Run) -> dict[str, bytes]:
 
 def variants(config: Config) -> dict[str, Config]:
     """Both ways to halve a picture; all else is equal."""
-    return {how: replace(config, downsample=how) for how in ("pool", "stride")}
+    return {how: replace(config, downsample=how) for how in get_args(Downsample)}

@@ -18,17 +18,14 @@ from torch.nn import functional as F
 
 from subquad_lab import UsageError
 from subquad_lab.data.text import END, UNKNOWN, Corpus, load_text
-from subquad_lab.methods import parse_method
-from subquad_lab.models import parameters
+from subquad_lab.methods import parse_method, refuse_many_features
+from subquad_lab.models import parameters, refuse_too_large
 from subquad_lab.models.language import LSTM, SigmoidRNN, Transformer, generate
 from subquad_lab.records import Run
-from subquad_lab.sizes import memory
 from subquad_lab.train import Carry, Rows, Training
 
 MEASURE, HIGHER_IS_BETTER, UNIT = "perplexity", False, "words"
 PIECE = 4096  # words that are evaluated at once
-MOST_FEATURES = 1 << 16
-COPIES = 4  # of the parameters: themselves, their gradients, and what Adam keeps of both
 STREAMS = 16  # of an evaluation: each begins without a state, so they are few
 
 PUBLISHED = [
@@ -84,11 +81,7 @@ class Config(Training):
         if self.model == "transformer" and self.width % self.heads:
             raise UsageError(f"heads: expected a number that divides the width of {self.width}, found {self.heads}")
         if self.model == "transformer":
-            features = parse_method(self.method)
-            size = features.size(self.width // self.heads) if hasattr(features, "size") else 0
-            if size > MOST_FEATURES:
-                raise UsageError(f"method: {self.method} has {size:,} features at width {self.width // self.heads}; "
-                                 f"expected at most {MOST_FEATURES:,}")  # fmt: skip
+            refuse_many_features(self.method, self.width // self.heads)
 
 
 def make_model(config: Config, words: int) -> nn.Module:
@@ -109,10 +102,7 @@ class Language:
 
     def __init__(self, config: Config, corpus: Corpus) -> None:
         self.config, self.corpus = config, corpus
-        needed = COPIES * 4 * count_parameters(config, len(corpus.words))
-        if needed > memory():
-            raise UsageError(f"width: the model's parameters need {needed / 2**30:,.0f} GiB to be trained, of "
-                             f"{memory() / 2**30:,.0f} GiB that this machine has")  # fmt: skip
+        refuse_too_large(count_parameters(config, len(corpus.words)), f"width: a model of width {config.width}")
         self.model = make_model(config, len(corpus.words))
         length = (len(corpus.train) - 1) // config.batch
         self.batches = length // config.context

@@ -66,9 +66,12 @@ def alike(runs: dict[str, Run]) -> dict[str, list[Run]]:
     groups: dict[Any, dict[str, Run]] = {}
     for place, run in runs.items():
         name, config = config_of(run)
-        groups.setdefault((name, str(Path(place).parent), replace(config, seed=0)), {})[place] = run
+        data = str(run.about()["data"].get("sha256"))
+        key = name, str(Path(place).parent), replace(config, seed=0), data
+        seeds = {config_of(other)[1].seed for other in groups.get(key, {}).values()}
+        groups.setdefault((*key, place) if config.seed in seeds else key, {})[place] = run
     named = {}
-    for (_, parent, _), found in groups.items():
+    for (_, parent, *_), found in groups.items():
         places = list(found)
         several = f"{parent if parent != '.' else places[0]}, {len(places)} seeds"
         named[places[0] if len(places) == 1 or several in named else several] = list(found.values())
