@@ -35,7 +35,8 @@ def main() -> None:
         f"# Graph networks on {data['name']}, {today()}",
         machine(),
         f"{data['nodes']:,} nodes, {data['edges']:,} edges, {data['features']:,} features, {data['classes']} classes, "
-        f"split {data['sizes']}. `subquad compare graphs --data FOLDER --seeds {options.seeds}`: best validation weights. "
+        f"split {data['sizes']}. `subquad compare graphs --data FOLDER --seeds {options.seeds}`, best validation "
+        "weights; "
         + "; ".join(f"published, {line['data']}: {line['what']} {line['figure']}" for line in graphs.PUBLISHED),
         f"![training loss and validation accuracy](graphs_{today()}.svg)",
         "\n".join(f"| {' | '.join(row)} |" for row in (COLUMNS, ("---",) * len(COLUMNS), *rows)),
