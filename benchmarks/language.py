@@ -3,7 +3,8 @@
     python benchmarks/language.py --data PTB [--out runs/benchmark] [--parts rnn,lstm,attention,speed] [--seeds 2]
 
 Each part is a set of runs as `subquad train language --preset ...` makes them; those that are finished are read, and
-those that were stopped go on. `speed` measures words per second at context 4,096. The page shows all that is there.
+those that were stopped go on. `speed` measures words per second at context 4,096. Recurrent models and attention
+have a page each, which shows all of its runs that are there.
 """
 
 import argparse
@@ -25,6 +26,10 @@ PROMPT, SENTENCES = "in palo alto", 5
 LONG = 4096  # words of context for the speed
 COLUMNS = "| run | command | parameters | epochs | threads | training | words/s | validation | test |"
 RULE = "|---|---|---:|---:|---:|---:|---:|---:|---:|"
+PAGES = (
+    ("Recurrent word language models", ["rnn", "lstm"], "language"),
+    ("Attention methods in a word language model", ["attention", "speed"], "language_attention"),
+)
 
 
 def preset(name: str, data: str) -> Config:
@@ -86,6 +91,29 @@ def speeds(data: str) -> dict[str, tuple[float, float]]:
     return found
 
 
+def write(
+    title: str, name: str, known: dict[str, tuple[str, Config]], options: argparse.Namespace, speed: bool
+) -> None:
+    """A page of all the runs among `known` that are finished."""
+    done = {run: Run(options.out / run) for run in known if (options.out / run / RESULT).is_file()}
+    page = [f"# {title} on the Penn Treebank, {today()}", machine()]
+    results = {run: done[run].read_json(RESULT) for run in done}
+    if done:
+        page.append(f"![validation perplexity]({name}_{today()}.svg)")
+        page.append("\n".join([COLUMNS, RULE, *(line(run, known[run][0], done[run]) for run in done)]))
+    if speed:
+        rows = [f"| {method} | {a:,.0f} | {b:,.0f} |" for method, (a, b) in speeds(options.data).items()]
+        page.append(f"## Words per second at context {LONG:,}")
+        page.append("\n".join(["| method | training | reading |", "|---|---:|---:|", *rows]))
+    if done:
+        best = min(done, key=lambda run: results[run]["test"]["perplexity"])
+        task = runs.trained(done[best].folder)[1]
+        page.append(f"## Sentences of {best}, temperature 1")
+        page.append("\n".join(f"- {task.sample(PROMPT, 40, 1.0, None, None, seed)}" for seed in range(SENTENCES)))
+        (FOLDER / f"{name}_{today()}.svg").write_bytes(compared({run: [done[run]] for run in done}, "perplexity"))
+    write_page(name, "\n\n".join(page) + "\n", [{"run": run, **result} for run, result in results.items()])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="The word language model on the Penn Treebank.")
     parser.add_argument("--data", required=True, help="folder with ptb.{train,valid,test}.txt")
@@ -96,25 +124,9 @@ def main() -> None:
     parts = options.parts.split(",")
     for name, (_, config) in planned(parts, options.data, options.seeds).items():
         train(name, config, options.out)
-    known = planned(["rnn", "lstm", "attention"], options.data, options.seeds)
-    done = {name: Run(options.out / name) for name in known if (options.out / name / RESULT).is_file()}
-    page = [f"# Word language model on the Penn Treebank, {today()}", machine()]
-    page.append(f"![validation perplexity](language_{today()}.svg)")
-    page.append("\n".join([COLUMNS, RULE, *(line(name, known[name][0], run) for name, run in done.items())]))
-    if "speed" in parts:
-        rows = [f"| {method} | {a:,.0f} | {b:,.0f} |" for method, (a, b) in speeds(options.data).items()]
-        page.append(f"## Words per second at context {LONG:,}")
-        page.append("\n".join(["| method | training | reading |", "|---|---:|---:|", *rows]))
-    results = {name: run.read_json(RESULT) for name, run in done.items()}
-    if done:
-        best = min(done, key=lambda name: results[name]["test"]["perplexity"])
-        task = runs.trained(done[best].folder)[1]
-        page.append(f"## Sentences of {best}, temperature 1")
-        page.append("\n".join(f"- {task.sample(PROMPT, 40, 1.0, None, None, seed)}" for seed in range(SENTENCES)))
-        (FOLDER / f"language_{today()}.svg").write_bytes(
-            compared({name: [run] for name, run in done.items()}, "perplexity")
-        )
-    write_page("language", "\n\n".join(page) + "\n", [{"run": name, **result} for name, result in results.items()])
+    for title, of, name in PAGES:
+        if any(part in parts for part in of):
+            write(title, name, planned(of, options.data, options.seeds), options, "speed" in parts and "speed" in of)
 
 
 if __name__ == "__main__":
