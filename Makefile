@@ -45,7 +45,7 @@ clean: ## remove what the other targets made
 # A stamp is written only after a whole installation, so that an interrupted one is done again.
 .venv/installed: pyproject.toml constraints.txt | .venv/bin/python
 	@echo "Installing into .venv (a minute or two the first time) ..."
-	@$(PIP_INSTALL) -e '.[lab,dev]'
+	@$(PIP_INSTALL) -e '.[lab,speech,dev]'
 	@touch $@
 
 .venv/installed-bench: .venv/installed

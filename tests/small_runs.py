@@ -4,11 +4,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import soundfile
 import torch
 import yaml
 
 from subquad_lab import checkpoint, runs, snapshot
-from subquad_lab.experiments import graphs, images
+from subquad_lab.experiments import graphs, images, speech
 from subquad_lab.experiments.language import Config
 from subquad_lab.records import METRICS, Run
 from subquad_lab.train import Trainer, Training
@@ -25,6 +26,8 @@ OTHERS: dict[str, tuple[str, dict]] = {
     "stride": ("images", dict(downsample="stride", optimizer="adam")),
     "gcn": ("graphs", dict()),
     "attention": ("graphs", dict(mixer="both", method="random:8")),
+    "lstm decoder": ("speech", dict(decoder="lstm", method="random:8")),
+    "attention decoder": ("speech", dict(decoder="attention", decoder_method="taylor:2")),
 }
 
 
@@ -43,6 +46,21 @@ def write_pictures(path: Path, classes: int = 3, **changes: np.ndarray | None) -
     return path
 
 
+def tone(pitch: float, seconds: float, rate: int) -> np.ndarray:
+    return (0.5 * np.sin(2 * np.pi * pitch * np.arange(int(seconds * rate)) / rate)).astype(np.float32)
+
+
+def write_digits(folder: Path, speakers: tuple[str, ...] = ("ann", "bob", "cid")) -> Path:
+    """A folder like that of the spoken digits: a tone for each digit and speaker, one clip for each part."""
+    folder.mkdir(exist_ok=True)
+    for digit in range(10):
+        for voice, speaker in enumerate(speakers):
+            for index in (0, 5, 10):
+                content = tone(300 + 150 * digit + 20 * voice + index, 0.06, 8000)
+                soundfile.write(folder / f"{digit}_{speaker}_{index}.wav", content, 8000)
+    return folder
+
+
 def small(name: str, text: Path, **changes) -> tuple[str, Training]:
     """An experiment and a config of 30 steps: a language model, or one of the others."""
     if name in MODELS:
@@ -51,6 +69,11 @@ def small(name: str, text: Path, **changes) -> tuple[str, Training]:
     if experiment == "images":
         common = dict(data=str(write_pictures(text / "pictures.npz")), batch=8, lr=0.02, momentum=0.5)
         return experiment, images.Config(**common | dict(seeds=1, steps=30, evaluate_every=7) | own | changes)
+    if experiment == "speech":
+        sizes = dict(
+            data=str(write_digits(text / "digits")), clips=36, batch=4, width=8, blocks=1, warmup=3, characters=9
+        )
+        return experiment, speech.Config(**sizes | dict(steps=30, evaluate_every=7) | own | changes)
     return experiment, graphs.Config(**dict(seeds=1, steps=30, evaluate_every=7) | own | changes)
 
 

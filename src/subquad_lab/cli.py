@@ -231,7 +231,38 @@ def predict(run: str, images: list[str]) -> None:
     say(run, images)
 
 
-COMMANDS = (demo, plan, bench, train, evaluate, compare, sweep, runs, sample, predict, report)
+def transcribe(run: str, files: list[str], beams: int = 4) -> None:
+    """Write down what a trained speech model hears in sound files; long ones in pieces.
+
+    Args:
+        run: Folder of the run; of a series, its best run hears.
+        files: Sound files: wav, flac and others, of any rate.
+        beams: Texts that are followed at once; 1 is quickest.
+    """
+    from subquad_lab.transcribing import run as hear
+
+    hear(run, files, beams)
+
+
+def synthesize(metadata: str, out: str, voices: str = "en-us", clips: int | None = None) -> None:
+    """Make a folder like LJSpeech's from transcripts, spoken by espeak-ng (the extra `speech`).
+
+    Run again with the same OUT, it goes on where it was.
+
+    Args:
+        metadata: A file with lines of id|text or id|text|normalised text.
+        out: Folder for metadata.csv and wavs/.
+        voices: Of espeak-ng, with commas between; each clip draws one.
+        clips: The first so many lines; all if not given.
+    """
+    from subquad_lab.synthesizing import run as speak
+
+    speak(metadata, out, voices, clips)
+
+
+COMMANDS = (
+    demo, plan, bench, train, evaluate, compare, sweep, runs, sample, predict, transcribe, synthesize, report,
+)  # fmt: skip
 OF_EXPERIMENTS = {"train": "runs", "compare": "compare", "sweep": "sweep"}  # and the folders that they write into
 
 

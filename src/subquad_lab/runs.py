@@ -101,6 +101,8 @@ def _train(run: Run, task: Task, config: Training, name: str, title: str | None)
                 run.write_json(f"{what}.json", content)
             for what, picture in experiment(name).pictures(run).items():
                 run.write(f"{what}.svg", picture)
+            if skipped := run.about()["data"].get("skipped"):
+                result["skipped"] = skipped
             run.write_json(RESULT, result)  # The last of all: with it the run is finished.
     return run, result
 

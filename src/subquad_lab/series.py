@@ -163,6 +163,8 @@ def print_result(series: Series) -> None:
     ))  # fmt: skip
     steps, seconds = (sum(result[what] for result in series.results) for what in ("steps", "seconds"))
     print(f"{series.folder}: {steps:,} steps, {seconds:,.0f} s; curves in {series.folder / CURVES}")
+    if skipped := series.results[0].get("skipped"):
+        print(f"left out of the data: {skipped:,} clips, named in {series.runs[0].folder / 'skipped.json'}")
     drawn = [path for run in series.runs for path in sorted(run.folder.glob("*.svg")) if path.name != CURVES]
     if drawn:
         drawn = drawn[: len(drawn) // len(series.runs)]  # of the first seed

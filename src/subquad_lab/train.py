@@ -45,7 +45,8 @@ class Training:
         lr: Learning rate, at its highest.
         momentum: Of sgd.
         weight_decay: Of the optimizer.
-        schedule: How the rate goes on after the warm-up: constant, linear to 0, or cosine to 0.
+        schedule: How the rate goes on after the warm-up: constant, linear to 0, or cosine to 0. Or by epochs: a
+            hundredth of lr, half, lr, and then linear to a hundredth in the last.
         warmup: Steps in which the rate rises to lr.
         clip: The largest norm of the gradient.
         evaluate_every: Steps between evaluations; after each epoch if not given.
@@ -65,7 +66,7 @@ class Training:
     lr: float = 1e-3
     momentum: float = 0.0
     weight_decay: float = 0.0
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    schedule: Literal["constant", "linear", "cosine", "epochs"] = "constant"
     warmup: int = 0
     clip: float | None = None
     evaluate_every: int | None = None
@@ -143,6 +144,10 @@ def rate(settings: Training, progress: Progress, total: int) -> float:
     """The learning rate of the next step."""
     warm = min(1.0, (progress.step + 1) / settings.warmup) if settings.warmup else 1.0
     done = min(1.0, part_done(settings, progress, total))
+    if settings.schedule == "epochs":
+        low, last = settings.lr / 100, max(3, settings.epochs - 1)
+        share = progress.epoch / 2 if progress.epoch < 2 else 1 - (progress.epoch - 2) / (last - 2)
+        return low + (settings.lr - low) * max(0.0, share)
     falling = {"constant": 1.0, "linear": 1.0 - done, "cosine": 0.5 * (1.0 + math.cos(math.pi * done))}
     return settings.lr * warm * falling[settings.schedule]
 

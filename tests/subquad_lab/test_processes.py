@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from small_runs import write_pictures
+from small_runs import write_digits, write_pictures
 from subquad_lab import checkpoint
 from subquad_lab.configs import config_of
 from subquad_lab.records import METRICS, Run
@@ -77,6 +77,19 @@ def test_two_processes_make_the_steps_of_one(text, tmp_path):
                 for name in ("one", "two"))  # fmt: skip
     for line, other in zip(one, two, strict=True):
         assert other == pytest.approx(line, rel=1e-4)
+
+
+def test_two_processes_train_speech(tmp_path):
+    options = [f"--data={write_digits(tmp_path / 'digits')}", "--clips=36", "--batch=4", "--width=8", "--blocks=1",
+               "--steps=12", "--dropout=0", "--warmup=3", "--characters=20"]  # fmt: skip
+    for out, launcher in ((tmp_path / "one", [sys.executable]), (tmp_path / "two", torchrun())):
+        done = subprocess.run([*launcher, "-m", "subquad_lab", "train", "speech", *options, f"--out={out}"],
+                              capture_output=True, text=True, env=environment())  # fmt: skip
+        assert done.returncode == 0, done.stderr
+    one, two = (list(Run.open(tmp_path / name / "speech-001").metrics()) for name in ("one", "two"))
+    assert len(one) == 14
+    for line, other in zip(one, two, strict=True):
+        assert other == pytest.approx(line, rel=1e-5)
 
 
 def test_two_processes_train_a_series(tmp_path):

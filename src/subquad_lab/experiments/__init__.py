@@ -7,7 +7,7 @@ from subquad_lab import UsageError
 from subquad_lab.records import Run
 from subquad_lab.train import Task, Training
 
-EXPERIMENTS = ("language", "images", "graphs")
+EXPERIMENTS = ("language", "images", "graphs", "speech")
 
 
 class Experiment(Protocol):

@@ -56,7 +56,7 @@ class Config(Training):
     epochs: int = 10
     batch: int = 16
     lr: float = 3e-3
-    schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    schedule: Literal["constant", "linear", "cosine", "epochs"] = "cosine"
     warmup: int = 50
     clip: float | None = 1.0
     data: str | None = None

@@ -1,0 +1,172 @@
+"""Speech to characters: both decoders on three kinds of speech, and linear attention in the encoder.
+
+    python benchmarks/speech.py numbers [--out runs/benchmark]
+    python benchmarks/speech.py digits --data FOLDER        spoken digits: both decoders, split by index; by speaker
+    python benchmarks/speech.py ljspeech --data FOLDER      as `subquad synthesize` makes it, or the real one
+    python benchmarks/speech.py encoders --data FOLDER      spoken digits: exact, Taylor, random and separable encoders
+
+Each part has a page of its own. Runs that are finished are read, and those that were stopped go on.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from results import FOLDER, machine, today, write_page
+
+from subquad_lab.compare import differences, verdicts
+from subquad_lab.experiments import speech
+from subquad_lab.experiments.speech import Config
+from subquad_lab.measure import best_seconds, peak_bytes
+from subquad_lab.plots import compared
+from subquad_lab.series import Series, train
+
+ENCODERS = ("exact", "taylor:2", "random:64", "separable")
+LONG, CLIPS = 2000, 4  # frames of a clip of 20 s, and how many at once, for the memory of a step
+FIGURES = ("character_error", "word_error", "jaccard", "cosine", "damerau", "loss")
+PICTURES = {"similarities": "similarities by epoch", "losses": "losses by epoch", "looks": "where the decoder looked"}
+
+# On two cores in an hour for both decoders, in two hours, and in ten minutes for each encoder.
+DIGITS = dict(epochs=20, batch=16)
+LJSPEECH = dict(epochs=12, batch=16, clips=3000)
+SHORT = dict(epochs=8, batch=16)
+
+
+def line(name: str, series: Series) -> str:
+    result, about = series.results[0], series.runs[0].about()
+    test, seconds, epochs = result["test"], result["seconds"], result["epochs"]
+    cells = [
+        name, f"{about['parameters']['total']:,}", f"{epochs:.0f}", f"{seconds / 60:.1f} min",
+        f"{seconds / epochs:.0f} s", str(about["versions"]["threads"]), *(f"{test[of]:.3f}" for of in FIGURES),
+    ]  # fmt: skip
+    return f"| {' | '.join(cells)} |"
+
+
+def table(made: dict[str, Series]) -> str:
+    head = ["", "parameters", "epochs", "training", "an epoch", "threads", *(f.replace("_", " ") for f in FIGURES)]
+    rule = ["---", *("---:" for _ in head[1:])]
+    return "\n".join([f"| {' | '.join(head)} |", f"| {' | '.join(rule)} |",
+                      *(line(name, series) for name, series in made.items())])  # fmt: skip
+
+
+def by_epoch(name: str, made: dict[str, Series]) -> list[str]:
+    """A picture of all together, and those of each."""
+    together = f"{name}_{today()}.svg"
+    (FOLDER / together).write_bytes(compared({of: series.runs for of, series in made.items()}, speech.MEASURE))
+    shown = [f"![training loss and validation character error]({together})"]
+    for of, series in made.items():
+        for picture, what in PICTURES.items():
+            file = f"{name}_{of.partition(',')[0].replace(' ', '-').replace(':', '-')}_{picture}_{today()}.svg"
+            (FOLDER / file).write_bytes((series.runs[0].folder / f"{picture}.svg").read_bytes())
+            shown.append(f"![{of}: {what}]({file})")
+    return shown
+
+
+def write(name: str, title: str, made: dict[str, Series], parts: list[str]) -> None:
+    data = next(iter(made.values())).runs[0].about()["data"]
+    described = (
+        f"{data['name']}: clips {data['sizes']}, {data['skipped']} left out; test figures of the best validation "
+        "weights, seed 0."
+    )
+    page = [f"# {title}, {today()}", machine(), described, table(made), *parts]
+    records = [{"run": of, **series.results[0]} for of, series in made.items()]
+    write_page(name, "\n\n".join(page) + "\n", records)
+
+
+def spelled(series: Series) -> str:
+    clips = series.runs[0].read_json("looks.json")["clips"]
+    return "\n".join(f"- {clip['wanted']!r} was spelled {clip['given']!r}" for clip in clips)
+
+
+def numbers(options: argparse.Namespace) -> None:
+    made = {"attention": train("speech", Config(), options.out, "speech-numbers")}
+    parts = ["`subquad train speech`", spelled(made["attention"]), *by_epoch("speech_numbers", made)]
+    write("speech_numbers", "Spoken numbers, synthetic", made, parts)
+
+
+def digits(options: argparse.Namespace) -> None:
+    base = Config(data=options.data, **DIGITS)
+    made = {of: train("speech", config, options.out, f"speech-digits-{of}")
+            for of, config in speech.variants(base).items()}  # fmt: skip
+    best = min(made, key=lambda of: made[of].results[0]["valid"][speech.MEASURE])
+    strangers = replace(base, decoder=best, split="speaker")
+    parts = [
+        f"`subquad compare speech --data fsdd --epochs {DIGITS['epochs']} --batch {DIGITS['batch']}`: strings of 3 to "
+        "6 spoken digits, split by index.",
+        "\n".join(f"- {line}" for line in verdicts(made, speech.MEASURE, differences(made, speech.MEASURE))),
+        spelled(made[best]),
+        *by_epoch("speech_digits", made),
+        "## A speaker who was never heard",
+        table({f"{best}, by speaker": train("speech", strangers, options.out, "speech-digits-speaker")}),
+    ]
+    write("speech_digits", "Spoken digits", made, parts)
+
+
+def ljspeech(options: argparse.Namespace) -> None:
+    base = Config(data=options.data, **LJSPEECH)
+    made = {of: train("speech", config, options.out, f"speech-ljspeech-{of}")
+            for of, config in speech.variants(base).items()}  # fmt: skip
+    published = "\n".join(f"- published, {row['data']}: {row['what']}" for row in speech.PUBLISHED)
+    best = min(made, key=lambda of: made[of].results[0]["valid"][speech.MEASURE])
+    parts = [published, spelled(made[best]), *by_epoch("speech_ljspeech", made)]
+    write("speech_ljspeech", "LJSpeech's transcripts", made, parts)
+
+
+def encoders(options: argparse.Namespace) -> None:
+    made = {method: train("speech", Config(data=options.data, method=method, **SHORT), options.out,
+                          f"speech-encoder-{method.replace(':', '-')}") for method in ENCODERS}  # fmt: skip
+    rows = []
+    for method in ENCODERS:
+        found = measured(method)
+        rows.append(f"| {method} | {found['seconds']:.2f} s | {found['bytes'] / 2**20:,.0f} MiB |")
+    parts = [
+        f"Attention of the encoder, all else equal: attention decoder, {SHORT['epochs']} epochs.",
+        *by_epoch("speech_encoders", made)[:1],
+        f"## A step with {CLIPS} clips of 20 s",
+        "Forward and backward of the whole network, in a process of its own; memory above what it held before.",
+        "\n".join(["| encoder | time | peak memory |", "|---|---:|---:|", *rows]),
+    ]
+    write("speech_encoders", "Linear attention in the encoder, spoken digits", made, parts)
+
+
+def measured(method: str) -> dict[str, float]:
+    """Of a step, in a fresh process."""
+    done = subprocess.run([sys.executable, __file__, "step", "--data", method], capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+    return json.loads(done.stdout)
+
+
+def step(options: argparse.Namespace) -> None:
+    torch.manual_seed(0)
+    model = speech.make_model(Config(method=options.data))
+    tokens = torch.randint(4, 35, (CLIPS, 90))
+
+    def once(frames: int = LONG) -> None:
+        sound, lengths = torch.randn(CLIPS, frames, 80), torch.full((CLIPS,), frames)
+        model(sound, lengths, tokens).sum().backward()
+
+    once(64)  # pays for what torch sets up once
+    found: dict[str, Any] = {"bytes": peak_bytes(once)}
+    json.dump(found | {"seconds": best_seconds(once, 3, 2.0)}, sys.stdout)
+
+
+PARTS = {"numbers": numbers, "digits": digits, "ljspeech": ljspeech, "encoders": encoders, "step": step}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Speech to characters.")
+    parser.add_argument("part", choices=PARTS)
+    parser.add_argument("--data", help="folder of the clips")
+    parser.add_argument("--out", type=Path, default=Path("runs/benchmark"))
+    options = parser.parse_args()
+    PARTS[options.part](options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""Clips as the encoder sees them: features of each part, computed once and kept in the cache folder.
+
+The name of a cached file follows from all that the features depend on; beside it is a checksum of its content. What is
+damaged, or deleted, is computed again.
+"""
+
+import hashlib
+import json
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from torch import Tensor
+
+from subquad._cache import cache_folder
+from subquad_lab import UsageError
+from subquad_lab.data.sound import MELS, QUIET, log_mel
+from subquad_lab.files import write_whole
+
+PARTS = ("train", "valid", "test")
+VERSION = 1  # of the features
+NAMED = 3  # clips that a warning names
+
+
+class Utterance(NamedTuple):
+    """A clip before it is read. `sound` gives samples at 16 kHz, or ValueError."""
+
+    name: str
+    text: str
+    sound: Callable[[], Tensor]
+    files: tuple[Path, ...] = ()
+
+
+@dataclass(frozen=True)
+class Part:
+    """Features of all clips one after another, (frames, 80) in half precision, and where each ends."""
+
+    frames: Tensor
+    ends: Tensor
+    texts: list[str]
+    names: list[str]
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def __getitem__(self, i: int) -> Tensor:
+        return self.frames[self.ends[i - 1] if i else 0 : self.ends[i]].float()
+
+    @property
+    def lengths(self) -> Tensor:
+        """Frames of each clip."""
+        return self.ends.diff(prepend=self.ends.new_zeros(1))
+
+
+@dataclass(frozen=True)
+class Clips:
+    name: str
+    checksum: str  # SHA-256 of what the features follow from: files, or what is synthesised, and texts
+    train: Part
+    valid: Part
+    test: Part
+    skipped: list[str] = field(default_factory=list)  # why, for each clip that was left out
+
+
+def featured(name: str, parts: dict[str, list[Utterance]], how: object) -> Clips:
+    """Features of the clips that can be used; a warning says which cannot.
+
+    Args:
+        name: Of the data.
+        parts: The clips of each part.
+        how: All else that the sound follows from.
+    """
+    known: dict[Path, str] = {}
+    described = [
+        [part, u.name, u.text, [_checksum(file, known) for file in u.files]] for part in PARTS for u in parts[part]
+    ]
+    key = hashlib.sha256(json.dumps([VERSION, name, how, described]).encode()).hexdigest()
+    path = cache_folder() / "speech" / f"{key[:32]}.safetensors"
+    found = _read(path, name, key)
+    if found is None:
+        found = _computed(name, key, parts)
+        _write(path, found)
+    for part in PARTS:
+        if not len(getattr(found, part)):
+            reason = found.skipped[0] if found.skipped else "there are none"
+            raise UsageError(f"--data: the {part} part of {name} has no clips that can be used: {reason}")
+    if found.skipped:
+        total = sum(map(len, parts.values()))
+        more = f"; and {len(found.skipped) - NAMED:,} more" if len(found.skipped) > NAMED else ""
+        warnings.warn(f"{len(found.skipped):,} of {total:,} clips of {name} are left out: "
+                      f"{'; '.join(found.skipped[:NAMED])}{more}", stacklevel=2)  # fmt: skip
+    return found
+
+
+def _checksum(file: Path, known: dict[Path, str]) -> str:
+    if file not in known:
+        try:
+            with file.open("rb") as content:
+                known[file] = hashlib.file_digest(content, "sha256").hexdigest()
+        except OSError:
+            known[file] = "missing"
+    return known[file]
+
+
+def _computed(name: str, key: str, parts: dict[str, list[Utterance]]) -> Clips:
+    skipped: list[str] = []
+    made = {}
+    console = Console(stderr=True)
+    for part in PARTS:
+        frames, texts, names = [], [], []
+        for utterance in track(parts[part], f"features, {part}", console=console, disable=not console.is_terminal):
+            try:
+                frames.append(_features(utterance))
+            except ValueError as error:
+                skipped.append(f"{utterance.name}: {error}")
+                continue
+            texts.append(utterance.text)
+            names.append(utterance.name)
+        ends = torch.tensor([len(clip) for clip in frames], dtype=torch.int64).cumsum(0)
+        made[part] = Part(torch.cat(frames) if frames else torch.zeros(0, MELS).half(), ends, texts, names)
+    return Clips(name, key, **made, skipped=skipped)
+
+
+def _features(utterance: Utterance) -> Tensor:
+    if not utterance.text.strip():
+        raise ValueError("has no text")
+    samples = utterance.sound()
+    if float(samples.abs().max()) < QUIET:
+        raise ValueError("is silent")
+    return log_mel(samples).half()
+
+
+def _write(path: Path, clips: Clips) -> None:
+    """A cache that cannot be written is done without."""
+    from safetensors.torch import save
+
+    tensors = {f"{part}.{what}": getattr(getattr(clips, part), what) for part in PARTS for what in ("frames", "ends")}
+    words = {part: {"texts": getattr(clips, part).texts, "names": getattr(clips, part).names} for part in PARTS}
+    content = save(tensors, {"words": json.dumps(words), "skipped": json.dumps(clips.skipped)})
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, content)
+        write_whole(path.with_suffix(".sha256"), hashlib.sha256(content).hexdigest().encode())
+    except OSError as error:
+        warnings.warn(f"{path.parent}: features are not kept: {error.strerror}", stacklevel=2)
+
+
+def _read(path: Path, name: str, key: str) -> Clips | None:
+    """None where there is nothing, or something that is not whole."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        if path.with_suffix(".sha256").read_text() != _checksum(path, {}):
+            return None
+        with safe_open(path, "pt") as file:
+            words, skipped = (json.loads(file.metadata()[what]) for what in ("words", "skipped"))
+            parts = {part: Part(file.get_tensor(f"{part}.frames"), file.get_tensor(f"{part}.ends"), **words[part])
+                     for part in PARTS}  # fmt: skip
+    except (OSError, SafetensorError, KeyError, ValueError, TypeError):
+        return None
+    return Clips(name, key, **parts, skipped=skipped)

@@ -1,0 +1,115 @@
+"""Speech from text by espeak-ng, from the optional package `espeakng-loader`: the same sound for the same text.
+
+The library remembers what it has said before, in ways that no call of it resets; so each text is spoken by a fork of a
+process that has never spoken. This file is that process, `python -m subquad_lab.data.espeak`, and the way to ask it:
+
+    a line of JSON: text, voice, speed, pitch  ->  the number of bytes (4, little endian), then samples of 16 bits
+"""
+
+import ctypes
+import json
+import os
+import struct
+import subprocess
+import sys
+from importlib.util import find_spec
+from types import TracebackType
+from typing import Any, Self
+
+from subquad_lab import RunError, UsageError
+
+SYNCHRONOUS, DONT_EXIT, UTF8 = 2, 0x8000, 1  # of espeak's speak_lib.h
+SPEED, PITCH = 1, 3
+FAILED = 2**32 - 1
+
+
+class Speaker:
+    """A process that speaks; it begins with the first text."""
+
+    rate = 22_050
+    process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        if self.process is not None:
+            self.process.communicate()
+
+    def say(self, text: str, voice: str = "en-us", speed: int = 175, pitch: int = 50) -> bytes:
+        """Samples of 16 bits; ValueError where espeak does not know the voice.
+
+        Args:
+            text: What is said.
+            voice: A name of espeak's, such as en-us, en-gb-scotland, en-us+f4. Variants with breath in them, such as
+                f2, f3, f5 and whisper, are noise in part and never say the same twice.
+            speed: Words per minute.
+            pitch: From 0 to 99.
+        """
+        if self.process is None:
+            self.process = _started()
+        assert self.process.stdin is not None and self.process.stdout is not None
+        request = {"text": text, "voice": voice, "speed": speed, "pitch": pitch}
+        try:
+            self.process.stdin.write(json.dumps(request).encode() + b"\n")
+            self.process.stdin.flush()
+            (size,) = struct.unpack("<I", self.process.stdout.read(4))
+        except (OSError, struct.error) as error:
+            raise RunError("espeak-ng has ended before it had spoken") from error
+        if size == FAILED:
+            raise ValueError(f"espeak-ng cannot say {text[:40]!r} as {voice!r}")
+        return self.process.stdout.read(size)
+
+
+def _started() -> subprocess.Popen[bytes]:
+    if find_spec("espeakng_loader") is None:
+        raise UsageError("espeak-ng, which speaks, is missing; install it with: pip install 'subquad[speech]'")
+    command = [sys.executable, "-m", "subquad_lab.data.espeak"]
+    # A group of its own: Ctrl-C is for the one who asks, who then ends this process too.
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+
+
+def main() -> None:
+    """Answer requests until there are no more."""
+    import espeakng_loader
+
+    library = ctypes.CDLL(espeakng_loader.get_library_path())
+    library.espeak_Initialize(SYNCHRONOUS, 0, espeakng_loader.get_data_path().encode(), DONT_EXIT)
+    for line in sys.stdin.buffer:
+        child = os.fork()
+        if child == 0:
+            try:
+                speak(library, **json.loads(line))
+            except BaseException:
+                os._exit(1)
+            os._exit(0)
+        if os.waitpid(child, 0)[1] != 0:
+            os.write(1, struct.pack("<I", FAILED))
+
+
+def speak(library: Any, text: str, voice: str, speed: int, pitch: int) -> None:
+    """In the fork: once, to the standard output."""
+    parts: list[bytes] = []
+
+    @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_short), ctypes.c_int, ctypes.c_void_p)
+    def heard(samples: Any, count: int, _: Any) -> int:
+        if samples and count:
+            parts.append(ctypes.string_at(samples, 2 * count))
+        return 0
+
+    library.espeak_SetSynthCallback(heard)
+    content = text.encode() + b"\0"
+    size = ctypes.c_size_t(len(content))
+    if library.espeak_SetVoiceByName(voice.encode()) != 0:
+        raise ValueError(voice)
+    library.espeak_SetParameter(SPEED, speed, 0)
+    library.espeak_SetParameter(PITCH, pitch, 0)
+    if library.espeak_Synth(content, size, 0, 0, 0, UTF8, None, None) != 0:
+        raise ValueError(text)
+    said = b"".join(parts)
+    with os.fdopen(1, "wb") as out:
+        out.write(struct.pack("<I", len(said)) + said)
+
+
+if __name__ == "__main__":
+    main()

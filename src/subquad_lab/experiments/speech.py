@@ -1,0 +1,297 @@
+"""Speech to characters: does a decoder spell better with an LSTM or with attention, and can the encoder be linear?
+
+    loss = mean over clips of the mean of -log p(character | sound, characters before), with smoothed labels
+
+A batch holds clips of like length, so that little of it is padding. Padding is hidden from every layer and does not
+count, unless the published set-up is asked for, which pads all clips to one length and hides nothing.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from subquad_lab import UsageError
+from subquad_lab.data.clips import Clips, Part
+from subquad_lab.data.sound import MELS
+from subquad_lab.data.speech import ALPHABET, END, PAD, START, UNKNOWN, characters, load_speech, text_of
+from subquad_lab.methods import parse_method, refuse_many_features
+from subquad_lab.models import parameters
+from subquad_lab.models.speech import AttentionDecoder, Encoder, LSTMDecoder, Speech, spell
+from subquad_lab.plots import axes_of, by_epoch, svg
+from subquad_lab.records import Run
+from subquad_lab.similarity import cosine, damerau, error_rate, jaccard
+from subquad_lab.train import Carry, Rows, Training
+
+MEASURE, HIGHER_IS_BETTER, UNIT = "character_error", False, "clips"
+SIMILARITIES = {"jaccard": jaccard, "cosine": cosine, "damerau": damerau}
+SORTED = 16  # batches that are sorted by length together
+PIECE = 32  # clips that are evaluated at once
+MAPS = 3  # clips whose attention is shown
+LOOKS = "looks"
+FRAME_SECONDS = 0.02  # between two frames of the encoder
+
+PUBLISHED = [
+    {"what": f"{decoder} decoder: damerau {d}, jaccard {j}, cosine {c}, loss {loss}", "data": "LJSpeech", "figure": ""}
+    for decoder, j, c, d, loss in (("LSTM", 0.715, 0.832, 0.509, 1.183), ("attention", 0.764, 0.865, 0.632, 1.161))
+]
+
+
+@dataclass(frozen=True)
+class Config(Training):
+    """Train a network that writes down what is said.
+
+    Args:
+        batch: Clips of a step, over all processes.
+        data: A folder with metadata.csv and wavs/ (LJSpeech), or with spoken digits; spoken numbers, synthesised, if
+            not given.
+        split: Of spoken digits, into parts: by index or by speaker.
+        clips: Spoken numbers, or strings of digits, in all parts, 2,400 if not given; of metadata.csv the first lines,
+            all if not given.
+        resample: To 16 kHz; without it sound of another rate is taken as if it had that.
+        decoder: lstm or attention.
+        method: Attention of the encoder: exact, taylor:DEGREE, random:FEATURES, linear:ACTIVATION, separable.
+        decoder_method: Attention of the attention decoder to its own characters.
+        width: Of all layers.
+        heads: Of attention.
+        blocks: Of the encoder.
+        dropout: In all layers.
+        smoothing: Of the labels.
+        characters: The most of a text; longer ones are cut.
+        frames: Pad all clips to so many; to the longest of the batch if not given.
+        masks: Whether padding is hidden, in the sound and in the text.
+    """
+
+    epochs: int = 40
+    batch: int = 32
+    lr: float = 1e-3
+    schedule: Literal["constant", "linear", "cosine", "epochs"] = "cosine"
+    warmup: int = 100
+    clip: float | None = 1.0
+    data: str | None = None
+    split: Literal["index", "speaker"] = "index"
+    clips: int | None = None
+    resample: bool = True
+    decoder: Literal["lstm", "attention"] = "attention"
+    method: str = "exact"
+    decoder_method: str = "exact"
+    width: int = 200
+    heads: int = 2
+    blocks: int = 2
+    dropout: float = 0.1
+    smoothing: float = 0.1
+    characters: int = 97
+    frames: int | None = None
+    masks: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("clips", "width", "heads", "blocks", "characters"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise UsageError(f"{name}: expected a whole number >= 1, found {getattr(self, name)}")
+        if self.frames is not None and self.frames < 2:
+            raise UsageError(f"frames: expected a whole number >= 2, found {self.frames}")
+        for name in ("dropout", "smoothing"):
+            if not 0 <= getattr(self, name) < 1:
+                raise UsageError(f"{name}: expected a number from 0 to below 1, found {getattr(self, name)}")
+        if self.width % self.heads or self.width % 2:
+            raise UsageError(f"width: expected an even number that {self.heads} heads divide, found {self.width}")
+        for method in (self.method, self.decoder_method):
+            refuse_many_features(method, self.width // self.heads)
+
+
+def make_model(config: Config) -> Speech:
+    count, width, heads = len(ALPHABET) + 4, config.width, config.heads
+    encoder = Encoder(MELS, width, heads, config.blocks, parse_method(config.method), config.dropout)
+    if config.decoder == "lstm":
+        return Speech(encoder, LSTMDecoder(count, width, heads, config.dropout))
+    method = parse_method(config.decoder_method)
+    return Speech(encoder, AttentionDecoder(count, width, heads, config.dropout, config.characters + 1, method))
+
+
+class SpeechTask:
+    """The task of the training loop: clips of like length side by side."""
+
+    unit, measure, higher_is_better = UNIT, MEASURE, HIGHER_IS_BETTER
+
+    def __init__(self, config: Config, clips: Clips) -> None:
+        self.config, self.clips = config, clips
+        self.model = make_model(config)
+        if len(clips.train) < config.batch:
+            raise UsageError(f"batch: expected at most the {len(clips.train):,} training clips of {clips.name}, "
+                             f"found {config.batch}")  # fmt: skip
+        self.batches = -(-len(clips.train) // config.batch)
+        self.order: tuple[int, Tensor] = (-1, torch.empty(0))  # of an epoch
+
+    def about(self) -> dict[str, Any]:
+        clips = self.clips
+        sizes = {part: len(getattr(clips, part)) for part in ("train", "valid", "test")}
+        texts = [characters(text) for part in (clips.train, clips.valid, clips.test) for text in part.texts]
+        data = {
+            "name": clips.name, "sha256": clips.checksum, "sizes": sizes, "skipped": len(clips.skipped),
+            "unknown_characters": sum(text.count(UNKNOWN) for text in texts),
+            "cut_texts": sum(len(text) > self.config.characters for text in texts),
+        }  # fmt: skip
+        return {"data": data, "parameters": parameters(self.model)}
+
+    def batch(self, epoch: int, index: int) -> Rows:
+        if self.order[0] != epoch:
+            self.order = epoch, self._ordered(epoch)
+        size = self.config.batch
+        return self.rows(self.clips.train, self.order[1][index * size : (index + 1) * size].tolist())
+
+    def _ordered(self, epoch: int) -> Tensor:
+        """Drawn at random, sorted by length within a few batches, and those batches drawn again."""
+        generator = torch.Generator().manual_seed(self.config.seed * 1_000_003 + epoch)
+        size, lengths = self.config.batch, self.clips.train.lengths
+        order = torch.randperm(len(lengths), generator=generator)
+        order = torch.cat([order, order[: self.batches * size - len(order)]])
+        groups = [group[lengths[group].argsort(stable=True)] for group in order.split(SORTED * size)]
+        return torch.cat(groups).view(self.batches, size)[torch.randperm(self.batches, generator=generator)].flatten()
+
+    def rows(self, part: Part, chosen: list[int]) -> Rows:
+        """Frames (b, t, 80), how many of them are sound (b), and characters with start and end (b, n)."""
+        config = self.config
+        texts = [[START, *characters(part.texts[i])[: config.characters], END] for i in chosen]
+        longest = max(map(len, texts)) if config.masks else config.characters + 2
+        tokens = torch.tensor([text + [PAD] * (longest - len(text)) for text in texts])
+        return *self.side_by_side([part[i] for i in chosen]), tokens
+
+    def side_by_side(self, clips: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """Frames (b, t, 80) of clips, and how many of them are sound (b)."""
+        clips = [clip[: self.config.frames] for clip in clips]
+        frames = torch.zeros(len(clips), self.config.frames or max(map(len, clips)), MELS)
+        for row, clip in zip(frames, clips, strict=True):
+            row[: len(clip)] = clip
+        lengths = [len(clip) if self.config.masks else frames.shape[1] for clip in clips]
+        return frames, torch.tensor(lengths)
+
+    def begin(self, rows: int) -> Carry:
+        return {}
+
+    def loss(self, model: nn.Module, rows: Rows, carry: Carry) -> tuple[Tensor, Carry]:
+        return self._losses(model, rows).mean(), {}
+
+    def _losses(self, model: nn.Module, rows: Rows) -> Tensor:
+        """Of each clip, the mean over its characters."""
+        frames, lengths, tokens = rows
+        logits, wanted = model(frames, lengths, tokens[:, :-1]), tokens[:, 1:]
+        each = F.cross_entropy(logits.mT, wanted, reduction="none", label_smoothing=self.config.smoothing)
+        if not self.config.masks:
+            return each.mean(1)
+        counts = wanted != PAD
+        return (each * counts).sum(1) / counts.sum(1)
+
+    def count(self, rows: Rows) -> int:
+        return len(rows[0])
+
+    @torch.no_grad()
+    def evaluate(self, which: Literal["valid", "test"], check: Callable[[], None]) -> dict[str, float]:
+        """The loss, and how near the texts are that the model spells, greedily."""
+        part = getattr(self.clips, which)
+        losses, given = [], []
+        device = next(self.model.parameters()).device
+        order = part.lengths.argsort(stable=True).tolist()
+        for begin in range(0, len(order), PIECE):
+            check()
+            rows = tuple(x.to(device) for x in self.rows(part, order[begin : begin + PIECE]))
+            losses.append(self._losses(self.model, rows).double().cpu())
+            given += self.spelled(rows[0], rows[1])
+        wanted = [characters(part.texts[i])[: self.config.characters] for i in order]
+        pairs = [([START, *t, END], [START, *g, END]) for t, g in zip(wanted, given, strict=True)]
+        figures = {name: sum(f(t, g) for t, g in pairs) / len(pairs) for name, f in SIMILARITIES.items()}
+        words = [[text_of(text).split() for text in texts] for texts in (wanted, given)]
+        return {"character_error": error_rate(wanted, given), "word_error": error_rate(*words), **figures,
+                "loss": float(torch.cat(losses).mean())}  # fmt: skip
+
+    def spelled(self, frames: Tensor, lengths: Tensor, beams: int = 1) -> list[list[int]]:
+        device = next(self.model.parameters()).device
+        return spell(
+            self.model, frames.to(device), lengths.to(device), START, END, [START, PAD], self.config.characters, beams
+        )
+
+    def records(self) -> dict[str, Any]:
+        """What was spelled for the first clips of the test part, where the decoder looked, and what was left out."""
+        self.model.eval()
+        part, device = self.clips.test, next(self.model.parameters()).device
+        looks = []
+        for i in range(min(MAPS, len(part))):
+            frames, lengths, _ = (x.to(device) for x in self.rows(part, [i]))
+            (given,) = self.spelled(frames, lengths)
+            weights = self.model.look(frames, lengths, torch.tensor([[START, *given]], device=device))
+            looks.append(
+                {"wanted": part.texts[i], "given": text_of(given), "weights": weights[0].mean(0).cpu().tolist()}
+            )
+        return {LOOKS: {"clips": looks}, "skipped": {"clips": self.clips.skipped}}
+
+
+def build(config: Config) -> SpeechTask:
+    return SpeechTask(config, load_speech(config.data, config.split, config.clips, config.resample))
+
+
+def label(config: Config) -> str:
+    """What tells a run apart from others."""
+    return f"{config.decoder} decoder, {config.method} encoder"
+
+
+def pictures(run: Run) -> dict[str, bytes]:
+    """Similarities and losses by epoch, and where the decoder looked."""
+    found = {"similarities": similarities_picture(run), "losses": losses_picture(run)}
+    if (run.folder / f"{LOOKS}.json").is_file():
+        found[LOOKS] = looks_picture(run)
+    return found
+
+
+def similarities_picture(run: Run) -> bytes:
+    figure, (axes,) = axes_of(1)
+    for name in SIMILARITIES:
+        points = by_epoch([run], name)[1]
+        if points:
+            axes.plot(*zip(*points, strict=True), "o-", markersize=3, label=name)
+    axes.set(xlabel="epoch", ylabel="similarity to what was said, validation", ylim=(0, 1))
+    axes.legend(fontsize="small")
+    return svg(figure)
+
+
+def losses_picture(run: Run) -> bytes:
+    figure, (axes,) = axes_of(1)
+    for points, name in zip(by_epoch([run], "loss"), ("training", "validation"), strict=True):
+        if points:
+            axes.plot(*zip(*points, strict=True), "o-", markersize=3, label=name)
+    axes.set(xlabel="epoch", ylabel="loss")
+    axes.legend(fontsize="small")
+    return svg(figure)
+
+
+def looks_picture(run: Run) -> bytes:
+    """A map for each clip: characters down, time across."""
+    clips = run.read_json(f"{LOOKS}.json").get("clips")
+    if not isinstance(clips, list) or not clips:
+        raise UsageError(f"{run.folder / LOOKS}.json: expected clips")
+    figure, all_axes = axes_of(len(clips), square=True)
+    for clip, axes in zip(clips, all_axes, strict=True):
+        weights, given = clip.get("weights"), clip.get("given")
+        if not isinstance(given, str) or not is_table(weights) or len(weights) != len(given) + 1:
+            raise UsageError(f"{run.folder / LOOKS}.json: expected weights for each character and the end")
+        axes.grid(False)
+        axes.imshow(weights, aspect="auto", cmap="Blues", extent=(0, len(weights[0]) * FRAME_SECONDS, len(weights), 0))
+        axes.set_yticks(
+            [i + 0.5 for i in range(len(weights))], [*(c.replace("$", r"\$") for c in given), "end"], fontsize=7
+        )
+        axes.set(xlabel="seconds")
+    return svg(figure)
+
+
+def is_table(values: Any) -> bool:
+    """Rows of numbers, all of one length."""
+    return (isinstance(values, list) and all(isinstance(row, list) and row for row in values)
+            and len({len(row) for row in values}) == 1
+            and all(isinstance(x, int | float) and abs(x) < 1e300 for row in values for x in row))  # fmt: skip
+
+
+def variants(config: Config) -> dict[str, Config]:
+    """Both decoders; all else is equal."""
+    return {decoder: replace(config, decoder=decoder) for decoder in ("lstm", "attention")}

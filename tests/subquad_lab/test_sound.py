@@ -1,0 +1,143 @@
+"""Sound files of all kinds, and features that equal those of another implementation."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from small_runs import tone
+from subquad_lab.data.sound import MELS, RATE, cut_at_pauses, log_mel, mel_bank, read_sound
+
+
+def theirs(samples: np.ndarray, rate: int) -> np.ndarray:
+    """The features as transformers computes them, but for the last frame, which ours leave out."""
+    from transformers.audio_utils import mel_filter_bank, spectrogram, window_function
+
+    bank = mel_filter_bank(201, MELS, 0.0, rate / 2, rate, norm="slaney", mel_scale="slaney")
+    logs = spectrogram(samples, window_function(400, "hann"), 400, 160, power=2.0, mel_filters=bank, log_mel="log10",
+                       mel_floor=1e-10)[:, : len(samples) // 160]  # fmt: skip
+    return ((np.maximum(logs, logs.max() - 8) + 4) / 4).T
+
+
+@pytest.mark.parametrize("rate", [16_000, 22_050])
+def test_features_equal_those_of_transformers(rate):
+    draw = np.random.default_rng(0)
+    sounds = [draw.normal(size=16_000) * 0.1, tone(440, 1.3, rate) + draw.normal(size=int(1.3 * rate)) * 1e-3,
+              np.cumsum(draw.normal(size=5_001)) * 1e-3]  # fmt: skip
+    for sound in sounds:
+        ours = log_mel(torch.from_numpy(sound.astype(np.float32)), rate).numpy()
+        assert ours.shape == (len(sound) // 160, MELS)
+        assert np.abs(ours - theirs(sound.astype(np.float32), rate)).max() < 1e-4
+
+
+def test_the_mel_bank_is_that_of_transformers():
+    from transformers.audio_utils import mel_filter_bank
+
+    for rate in (8_000, 16_000, 22_050, 48_000):
+        bank = mel_filter_bank(201, MELS, 0.0, rate / 2, rate, norm="slaney", mel_scale="slaney")
+        assert np.abs(mel_bank(rate).numpy() - bank.T).max() < 1e-6
+
+
+def test_a_tone_is_loudest_in_its_own_mel():
+    features = log_mel(torch.from_numpy(tone(1000, 0.5, RATE)))
+    loudest = features[5:-5].mean(0).argmax()
+    assert mel_bank(RATE)[loudest].argmax() == 1000 / (RATE / 400)
+    assert features.max() - features.min() <= 2.0 + 1e-6  # eight powers of ten, by four
+
+
+@pytest.mark.parametrize("rate", [8_000, 16_000, 22_050, 48_000])
+@pytest.mark.parametrize("kind", ["wav", "flac"])
+@pytest.mark.parametrize("channels", [1, 2])
+def test_any_rate_kind_and_number_of_channels(tmp_path, rate, kind, channels):
+    path = tmp_path / f"a.{kind}"
+    soundfile.write(path, np.stack([tone(440, 0.5, rate)] * channels, 1), rate)
+    samples = read_sound(path)
+    assert samples.shape == (RATE // 2,)
+    inner = slice(1000, -1000)  # away from the ends, where a filter sees nothing on one side
+    assert np.abs(samples.numpy() - tone(440, 0.5, RATE))[inner].max() < 2e-3
+    assert len(read_sound(path, None)) == rate // 2  # as it is
+
+
+def test_channels_are_averaged(tmp_path):
+    both = np.stack([tone(300, 0.1, RATE), tone(700, 0.1, RATE)], 1)
+    soundfile.write(tmp_path / "a.wav", both, RATE, subtype="FLOAT")
+    assert np.allclose(read_sound(tmp_path / "a.wav"), both.mean(1))
+
+
+def test_a_higher_rate_leaves_no_false_tones(tmp_path):
+    soundfile.write(tmp_path / "a.wav", tone(15_000, 0.5, 48_000), 48_000)
+    assert read_sound(tmp_path / "a.wav")[1000:-1000].abs().max() < 0.01
+
+
+def wrong_files() -> dict[str, tuple[bytes, str]]:
+    """What is in a file, and what is said of it."""
+    import io
+
+    whole = {}
+    for kind in ("wav", "flac"):
+        file = io.BytesIO()
+        soundfile.write(file, tone(300, 1.0, 8000), 8000, format=kind)
+        whole[kind] = file.getvalue()
+    odd = io.BytesIO()
+    soundfile.write(odd, np.array([0.0, np.nan] * 500, np.float32), 8000, format="wav", subtype="FLOAT")
+    short = io.BytesIO()
+    soundfile.write(short, tone(300, 0.01, 8000), 8000, format="wav")
+    return {
+        "empty": (b"", "is empty"),
+        "text": (b"this is no sound at all, but text" * 10, "cannot be read as sound"),
+        "cut off": (whole["wav"][:9000], "is cut off"),
+        "only a head": (whole["wav"][:44], "is cut off"),
+        "half a head": (whole["wav"][:20], "is cut off"),
+        "a cut flac": (whole["flac"][: len(whole["flac"]) // 2], "cut off|cannot be read as sound"),
+        "not numbers": (odd.getvalue(), "not finite"),
+        "too short": (short.getvalue(), "has 80 samples; expected at least 201"),
+    }
+
+
+@pytest.mark.parametrize("what", wrong_files())
+def test_what_cannot_be_read_is_named(tmp_path, what):
+    content, message = wrong_files()[what]
+    path = tmp_path / f"{what}.wav"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match=f"{what}.wav: .*({message})"):
+        read_sound(path)
+
+
+def test_folders_and_missing_files_are_named(tmp_path):
+    with pytest.raises(ValueError, match="is a folder"):
+        read_sound(tmp_path)
+    with pytest.raises(ValueError, match="no such file"):
+        read_sound(tmp_path / "a.wav")
+
+
+def test_hours_are_refused_before_they_are_read(tmp_path, monkeypatch):
+    from subquad_lab.data import sound
+
+    soundfile.write(tmp_path / "a.wav", tone(300, 3.0, 8000), 8000)
+    monkeypatch.setattr(sound, "LONGEST", 2)
+    with pytest.raises(ValueError, match="lasts"):
+        read_sound(tmp_path / "a.wav")
+
+
+@given(st.integers(300, 90_000), st.floats(0.5, 3.0), st.integers(0, 10))
+@settings(max_examples=100, deadline=None)
+def test_pieces_are_whole_and_no_longer_than_asked(length, longest, seed):
+    samples = torch.randn(length, generator=torch.Generator().manual_seed(seed))
+    pieces = cut_at_pauses(samples, longest)
+    assert pieces[0][0] == 0
+    assert pieces[-1][1] == length
+    assert all(end == begin for (_, end), (begin, _) in pairwise(pieces))
+    sizes = [end - begin for begin, end in pieces]
+    assert max(sizes) <= longest * RATE
+    assert all(size >= longest * RATE / 2 - RATE / 10 for size in sizes[:-1])
+
+
+def test_pieces_end_in_pauses():
+    sound, pause = torch.ones(RATE), torch.zeros(RATE // 4)
+    pieces = cut_at_pauses(torch.cat([sound, pause] * 5), 2.0)
+    for _, end in pieces[:-1]:
+        assert RATE < end % (RATE + RATE // 4) < RATE + RATE // 4

@@ -1,0 +1,489 @@
+"""Speech to characters: the published networks, padding that is not seen, decoding that is right, and the commands."""
+
+import itertools
+import json
+import math
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+from torch.nn import functional as F
+
+from small_runs import tone, write_digits
+from subquad_lab import UsageError, runs
+from subquad_lab.cli import main
+from subquad_lab.configs import config_from, presets, read
+from subquad_lab.data.speech import END, PAD, START, characters
+from subquad_lab.experiments import speech
+from subquad_lab.experiments.speech import Config, make_model
+from subquad_lab.models import parameters
+from subquad_lab.models.speech import Speech, sinusoids, spell
+from subquad_lab.records import RESULT, Run
+from subquad_lab.similarity import damerau, error_rate
+from subquad_lab.train import Progress, rate
+
+METHODS = ["exact", "taylor:2", "random:16", "linear:elu", "separable"]
+DECODERS = ["lstm", "attention"]
+SMALL = dict(width=8, heads=2, blocks=1)
+
+
+@pytest.fixture
+def digits(tmp_path, monkeypatch) -> str:
+    monkeypatch.setenv("SUBQUAD_CACHE", str(tmp_path / "cache"))
+    return str(write_digits(tmp_path / "digits"))
+
+
+def network(seed: int = 0, **changes) -> Speech:
+    torch.manual_seed(seed)
+    return make_model(Config(**SMALL | dict(characters=12) | changes)).eval()
+
+
+def some_sound(*lengths: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(len(lengths), max(lengths), 80, generator=torch.Generator().manual_seed(1)), torch.tensor(
+        lengths
+    )
+
+
+# --- The networks -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("decoder", "count"), [("lstm", 658_435), ("attention", 517_035)])
+def test_the_networks_have_the_published_numbers_of_parameters(decoder, count):
+    found = parameters(make_model(Config(decoder=decoder)))
+    assert found == {"encoder": 812_800, "decoder": count, "total": 812_800 + count}
+
+
+@pytest.mark.parametrize("decoder", DECODERS)
+@pytest.mark.parametrize("method", METHODS)
+def test_padding_is_seen_by_no_layer(decoder, method):
+    model = network(decoder=decoder, method=method)
+    frames, lengths = some_sound(21, 40, 7)
+    tokens = torch.randint(4, 35, (3, 6), generator=torch.Generator().manual_seed(2))
+    beside = model(frames, lengths, tokens)
+    garbage = frames + 1e3 * (torch.arange(40) >= lengths[:, None])[..., None]
+    assert torch.allclose(model(garbage, lengths, tokens), beside, atol=1e-6)
+    for i, length in enumerate(lengths.tolist()):
+        alone = model(frames[i : i + 1, :length], lengths[i : i + 1], tokens[i : i + 1])
+        assert torch.allclose(alone, beside[i : i + 1], atol=2e-5), i
+    shorter = model(frames, lengths - 2, tokens)
+    assert not torch.allclose(shorter, beside, atol=1e-3)  # What is no padding is seen.
+
+
+@pytest.mark.parametrize("decoder", DECODERS)
+@pytest.mark.parametrize("method", METHODS)
+def test_a_decoder_goes_on_where_it_was(decoder, method):
+    """By one character or by many: the scores are those of the whole text at once."""
+    model = network(decoder=decoder, decoder_method=method)
+    frames, lengths = some_sound(21, 40)
+    tokens = torch.randint(4, 35, (2, 9), generator=torch.Generator().manual_seed(2))
+    whole, seen = model(frames, lengths, tokens), model.seen(frames, lengths)
+    for sizes in ([1] * 9, [4, 1, 4], [9]):
+        state, parts = model.decoder.start(2), []
+        for piece in tokens.split(sizes, 1):
+            scores, state = model.decoder(piece, seen, state)
+            parts.append(scores)
+        assert torch.allclose(torch.cat(parts, 1), whole, atol=1e-5)
+
+
+@pytest.mark.parametrize("decoder", DECODERS)
+def test_a_character_sees_none_that_comes_later(decoder):
+    model = network(decoder=decoder)
+    frames, lengths = some_sound(30)
+    tokens = torch.full((1, 8), 5)
+    changed = tokens.clone()
+    changed[:, 5:] = 9
+    assert torch.equal(model(frames, lengths, tokens)[:, :5], model(frames, lengths, changed)[:, :5])
+
+
+def test_positions_are_sines_and_cosines_of_many_lengths():
+    found = sinusoids(50, 10)
+    assert torch.allclose(found[:, 0], torch.arange(50.0).sin())
+    assert torch.allclose(found[:, 5], torch.arange(50.0).cos())
+    assert torch.allclose(found[:, 9], (torch.arange(50.0) / 10_000).cos())
+
+
+def test_maps_show_where_the_decoder_looks():
+    model = network(decoder="attention")
+    frames, lengths = some_sound(21, 40)
+    looks = model.look(frames, lengths, torch.full((2, 3), 5))
+    assert looks.shape == (2, 2, 3, 20)
+    assert torch.allclose(looks.sum(-1), torch.ones(2, 2, 3))
+    assert not looks[0, ..., 11:].any()  # padding
+    seen = model.seen(frames, lengths)
+    x, _ = model.decoder.before_cross(torch.full((2, 3), 5), None)
+    normed, attention = model.decoder.cross.norms[0](x), model.decoder.cross.attention
+    assert torch.allclose(attention._join(looks @ seen[1]), attention(normed, seen), atol=1e-6)
+
+
+# --- Spelling -----------------------------------------------------------------------------------------------------
+
+
+def score(model: Speech, frames: torch.Tensor, lengths: torch.Tensor, text: list[int]) -> torch.Tensor:
+    """Log probabilities of the characters of a text, and not of those that are never spelled."""
+    logits = model(frames, lengths, torch.tensor([[START, *text[:-1]]]))[0]
+    logits[:, [START, PAD]] = -torch.inf
+    return logits.log_softmax(-1).gather(1, torch.tensor(text)[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("decoder", DECODERS)
+@pytest.mark.parametrize("method", ["exact", "taylor:2"])
+def test_greedy_spelling_takes_the_likeliest_each_time(decoder, method):
+    model = network(decoder=decoder, decoder_method=method)
+    frames, lengths = some_sound(21, 40, 12)
+    together = spell(model, frames, lengths, START, END, [START, PAD], 12)
+    for i in range(3):
+        text: list[int] = []
+        while len(text) < 12:
+            logits = model(frames[i : i + 1], lengths[i : i + 1], torch.tensor([[START, *text]]))[0, -1]
+            logits[[START, PAD]] = -torch.inf
+            best = int(logits.argmax())
+            if best == END:
+                break
+            text.append(best)
+        assert together[i] == text
+
+
+@pytest.mark.parametrize("decoder", DECODERS)
+def test_many_beams_find_the_best_of_all_texts(decoder):
+    """With as many beams as there are texts nothing is lost: compared with every text of up to 3 of 4 characters."""
+    never = [START, PAD, *range(7, 35)]  # leaves END, UNKNOWN and three letters
+    model = network(decoder=decoder, seed=3)
+    frames, lengths = some_sound(16, 25)
+    with torch.no_grad():
+        model.decoder.out.weight *= 8  # so that texts differ
+    found = spell(model, frames, lengths, START, END, never, 3, beams=80)
+    for i in range(2):
+        best, best_score = None, -math.inf
+        for size in range(4):
+            for text in itertools.product([3, 4, 5, 6], repeat=size):
+                whole = [*text, END] if size < 3 else [*text]
+                logits = model(frames[i : i + 1], lengths[i : i + 1], torch.tensor([[START, *whole[:-1]]]))[0]
+                logits[:, never] = -torch.inf
+                each = logits.log_softmax(-1).gather(1, torch.tensor(whole)[:, None])
+                if each.mean().item() > best_score:
+                    best, best_score = list(text), each.mean().item()
+        assert found[i] == best
+
+
+def test_more_beams_find_likelier_texts():
+    likelier = 0
+    for seed in range(8):
+        model = network(seed=seed, decoder="attention")
+        with torch.no_grad():
+            model.decoder.out.weight *= 6
+        frames, lengths = some_sound(20)
+        one, many = (spell(model, frames, lengths, START, END, [START, PAD], 6, beams)[0] for beams in (1, 16))
+        with_end = [[*text, END] if len(text) < 6 else text for text in (one, many)]
+        first, second = (float(score(model, frames, lengths, text).mean()) for text in with_end)
+        assert second >= first - 1e-5
+        likelier += second > first + 1e-5
+    assert likelier >= 2
+
+
+@pytest.mark.parametrize("decoder", DECODERS)
+@pytest.mark.parametrize("beams", [1, 3])
+def test_clips_do_not_touch_each_other(decoder, beams):
+    model = network(decoder=decoder, seed=5)
+    frames, lengths = some_sound(21, 40, 12)
+    together = spell(model, frames, lengths, START, END, [START, PAD], 12, beams)
+    for i, length in enumerate(lengths.tolist()):
+        alone = spell(model, frames[i : i + 1, :length], lengths[i : i + 1], START, END, [START, PAD], 12, beams)
+        assert alone == [together[i]]
+
+
+def test_an_end_at_once_is_an_empty_text():
+    model = network()
+    with torch.no_grad():
+        model.decoder.out.bias[END] = 1e4
+    assert spell(model, *some_sound(20, 9), START, END, [START, PAD], 12, 2) == [[], []]
+
+
+# --- The task -----------------------------------------------------------------------------------------------------
+
+
+def test_an_epoch_sees_every_clip_and_batches_are_of_like_length(digits):
+    task = speech.build(Config(data=digits, clips=120, batch=8, **SMALL))
+    assert task.batches == 13  # of 100 clips: the last batch is filled up
+    epochs = []
+    for epoch in (0, 1):
+        order = task._ordered(epoch)
+        assert sorted(order.unique().tolist()) == list(range(100))
+        assert len(order) == 104
+        lengths = task.clips.train.lengths[order].view(13, 8).float()
+        assert lengths.std(1).mean() < 0.3 * lengths.std()
+        epochs.append(order)
+    assert not torch.equal(*epochs)
+    frames, lengths, tokens = task.batch(1, 4)
+    again = speech.build(Config(data=digits, clips=120, batch=8, **SMALL)).batch(1, 4)
+    assert all(torch.equal(a, b) for a, b in zip((frames, lengths, tokens), again, strict=True))
+    for row, length, text in zip(frames, lengths, tokens, strict=True):
+        assert not row[length:].any()
+        assert text[0] == START
+        assert (text == END).sum() == 1
+        assert (text[text.tolist().index(END) + 1 :] == PAD).all()
+
+
+def test_the_loss_is_the_mean_of_the_clips_and_padding_does_not_count(digits):
+    task = speech.build(Config(data=digits, clips=36, batch=6, dropout=0.0, smoothing=0.1, **SMALL))
+    task.model.eval()
+    rows = task.batch(0, 0)
+    whole = task.loss(task.model, rows, {})[0]
+    each = []
+    for i in range(6):
+        frames, lengths, tokens = (x[i : i + 1] for x in rows)
+        text = tokens[:, : tokens[0].tolist().index(END) + 1]
+        logits = task.model(frames[:, : lengths[0]], lengths, text[:, :-1])
+        each.append(F.cross_entropy(logits[0], text[0, 1:], label_smoothing=0.1))
+    assert torch.allclose(torch.stack(each).mean(), whole, atol=1e-6)
+
+
+def test_evaluation_is_that_of_each_clip_alone(digits):
+    task = speech.build(Config(data=digits, clips=60, batch=6, **SMALL))
+    task.model.eval()
+    before = {name: tensor.clone() for name, tensor in task.model.state_dict().items()}
+    found = task.evaluate("test", lambda: None)
+    part, wanted, given = task.clips.test, [], []
+    for i in range(len(part)):
+        wanted.append(characters(part.texts[i]))
+        given += task.spelled(*task.side_by_side([part[i]]))
+    similar = [damerau([START, *t, END], [START, *g, END]) for t, g in zip(wanted, given, strict=True)]
+    assert found["damerau"] == pytest.approx(sum(similar) / len(similar))
+    assert found["character_error"] == pytest.approx(error_rate(wanted, given))
+    assert found.keys() == {"character_error", "word_error", "jaccard", "cosine", "damerau", "loss"}
+    assert all(torch.equal(before[name], tensor) for name, tensor in task.model.state_dict().items())
+
+
+def test_the_published_set_up_pads_all_and_hides_nothing(digits):
+    published = read(presets("speech")["published"])
+    config = config_from("speech", published | SMALL | {"data": digits, "clips": 36, "batch": 4}, "published")
+    task = speech.build(config)
+    frames, lengths, tokens = task.batch(0, 0)
+    assert frames.shape == (4, 2754, 80)
+    assert lengths.tolist() == [2754] * 4
+    assert tokens.shape == (4, 99)
+    task.model.eval()
+    logits = task.model(frames, lengths, tokens[:, :-1])
+    wanted = F.cross_entropy(logits.mT, tokens[:, 1:], label_smoothing=0.1)
+    assert torch.allclose(task.loss(task.model, (frames, lengths, tokens), {})[0], wanted)
+
+
+def test_the_published_rates_go_by_epochs():
+    settings = Config(epochs=15, lr=1e-3, schedule="epochs")
+    rates = [rate(settings, Progress(epoch=epoch, step=10 * epoch), 150) for epoch in range(15)]
+    assert rates[:3] == pytest.approx([1e-5, 5.05e-4, 1e-3])
+    assert np.diff(rates[2:]) == pytest.approx([-(1e-3 - 1e-5) / 12] * 12)
+    assert rates[-1] == pytest.approx(1e-5)
+    assert rate(settings, Progress(epoch=15, step=150), 150) == pytest.approx(1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(width=9), "width: expected an even number that 2 heads divide, found 9"),
+        (dict(heads=3), "width: expected an even number"),
+        (dict(clips=0), "clips: expected a whole number >= 1, found 0"),
+        (dict(frames=1), "frames: expected a whole number >= 2, found 1"),
+        (dict(dropout=1.0), "dropout: expected a number from 0 to below 1"),
+        (dict(method="nothing"), "method"),
+        (dict(decoder_method="taylor:40"), "method"),
+    ],
+)
+def test_configs_that_cannot_be_are_refused(changes, message):
+    with pytest.raises(UsageError, match=message):
+        Config(**changes)
+
+
+def test_a_batch_larger_than_the_data_is_refused(digits):
+    with pytest.raises(UsageError, match="batch: expected at most the 30 training clips"):
+        speech.build(Config(data=digits, clips=36, batch=31, **SMALL))
+
+
+# --- Commands -----------------------------------------------------------------------------------------------------
+
+OPTIONS = ["--clips", "60", "--batch", "10", "--width", "16", "--blocks", "1", "--lr", "0.01", "--warmup", "5"]
+
+
+@pytest.fixture
+def trained(digits, tmp_path, capsys):
+    options = ["--data", digits, *OPTIONS, "--steps", "12", "--characters", "20"]
+    assert main(["train", "speech", *options, "--out", str(tmp_path / "runs")]) == 0
+    capsys.readouterr()
+    return tmp_path / "runs" / "speech-001"
+
+
+def test_a_run_leaves_its_figures_and_pictures(trained, capsys):
+    for name in ("curves", "similarities", "losses", "looks"):
+        assert (trained / f"{name}.svg").read_bytes().startswith(b"<?xml")
+    result = json.loads((trained / RESULT).read_text())
+    assert 0 <= result["test"]["damerau"] <= 1
+    looks = json.loads((trained / "looks.json").read_text())["clips"]
+    assert len(looks) == 3
+    assert all(sum(row) == pytest.approx(1, abs=1e-4) for clip in looks for row in clip["weights"])
+    about = Run.open(trained).about()["data"]
+    assert about["skipped"] == about["unknown_characters"] == 0
+    assert about["cut_texts"] > 0  # at 20 characters
+    assert main(["evaluate", str(trained)]) == 0
+    assert f"damerau {result['test']['damerau']:.4g}" in capsys.readouterr().out
+    assert main(["report", str(trained), "--out", str(trained / "page.html")]) == 0
+    assert "LSTM decoder" in (trained / "page.html").read_text()  # the published figures
+
+
+def test_clips_that_are_left_out_are_counted_in_the_result(digits, tmp_path, capsys, recwarn):
+    for index in (0, 10):
+        (tmp_path / "digits" / f"3_ann_{index}.wav").write_bytes(b"")
+    options = ["--data", digits, *OPTIONS, "--steps", "2", "--batch", "4"]
+    assert main(["train", "speech", *options, "--out", str(tmp_path / "runs")]) == 0
+    said = capsys.readouterr()
+    skipped = json.loads((tmp_path / "runs" / "speech-001" / "skipped.json").read_text())["clips"]
+    assert len(skipped) > 0
+    assert all("3_ann_" in line and "is empty" in line for line in skipped)
+    assert json.loads((tmp_path / "runs" / "speech-001" / RESULT).read_text())["skipped"] == len(skipped)
+    assert f"left out of the data: {len(skipped)} clips" in said.out
+    assert f"{len(skipped)} of 60 clips of spoken digits, by index are left out" in said.err
+
+
+def test_both_decoders_are_compared(digits, tmp_path, capsys):
+    options = ["--data", digits, *OPTIONS, "--steps", "3", "--out", str(tmp_path / "compared")]
+    assert main(["compare", "speech", *options]) == 0
+    out = capsys.readouterr().out
+    assert "lstm" in out
+    assert "attention" in out
+    assert {folder.name for folder in (tmp_path / "compared").iterdir() if folder.is_dir()} == {"lstm", "attention"}
+
+
+def test_transcribing_files(trained, digits, tmp_path, capsys):
+    clip = np.concatenate([tone(300 + 150 * digit, 0.06, 8000) for digit in (1, 2, 3)])
+    soundfile.write(tmp_path / "clip.wav", clip, 8000)
+    soundfile.write(tmp_path / "long.flac", np.concatenate([clip, np.zeros(2000)] * 8), 8000)
+    assert main(["transcribe", str(trained), str(tmp_path / "clip.wav"), str(tmp_path / "long.flac")]) == 0
+    first, *others = capsys.readouterr().out.splitlines()
+    assert first.startswith(f"{tmp_path / 'clip.wav'}: ")
+    assert len(others) >= 3
+    assert others[0].startswith(f"{tmp_path / 'long.flac'} 0.0-")
+    assert main(["transcribe", str(trained), str(tmp_path / "clip.wav"), "--beams", "1"]) == 0
+    _, task = runs.trained(trained)
+    part = task.clips.test
+    text = speech.text_of(task.spelled(*task.side_by_side([part[0]]), 1)[0])
+    assert json.loads((trained / "looks.json").read_text())["clips"][0]["given"] == text
+
+
+def test_files_that_cannot_be_heard_are_named_and_the_others_are_heard(trained, tmp_path, capsys):
+    soundfile.write(tmp_path / "clip.wav", tone(400, 0.3, 8000), 8000)
+    soundfile.write(tmp_path / "silent.wav", np.zeros(8000), 8000)
+    (tmp_path / "empty.wav").write_bytes(b"")
+    files = [str(tmp_path / f"{name}.wav") for name in ("silent", "empty", "none", "clip")]
+    assert main(["transcribe", str(trained), *files]) == 2
+    said = capsys.readouterr()
+    assert said.out.startswith(f"{files[3]}: ")
+    assert all(f"{file}: {why}" in said.err for file, why in zip(files, ("is silent", "is empty", "there is no"),
+                                                                 strict=False))  # fmt: skip
+    assert "FILES: 3 of 4 could not be heard" in said.err
+    assert main(["transcribe", str(trained), files[3], "--beams", "0"]) == 2
+
+
+def test_only_a_speech_model_hears(tmp_path, text, capsys):
+    assert main(["train", "language", "--data", str(text), "--steps", "1", "--batch", "2", "--context", "4",
+                 "--width", "8", "--embedding", "8", "--out", str(tmp_path / "runs")]) == 0  # fmt: skip
+    assert main(["transcribe", str(tmp_path / "runs" / "language-001"), "a.wav"]) == 2
+    assert "is not a run of a speech model" in capsys.readouterr().err
+
+
+# --- Synthesis ----------------------------------------------------------------------------------------------------
+
+
+def write_transcripts(folder, count: int = 8):
+    table = folder / "texts.csv"
+    table.write_text("".join(f"T-{i}|Number {i}.|number {i}\n" for i in range(count)))
+    return table
+
+
+def test_a_folder_is_synthesised_and_trains(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("SUBQUAD_CACHE", str(tmp_path / "cache"))
+    table, out = write_transcripts(tmp_path), tmp_path / "spoken"
+    assert main(["synthesize", str(table), str(out), "--voices", "en-us,en-gb-x-rp"]) == 0
+    assert sorted(path.name for path in (out / "wavs").iterdir()) == [f"T-{i}.wav" for i in range(8)]
+    assert soundfile.info(out / "wavs" / "T-3.wav").duration > 0.4
+    options = ["--data", str(out), "--steps", "2", "--batch", "2", "--width", "8"]
+    assert main(["train", "speech", *options, "--out", str(tmp_path / "runs")]) == 0
+    assert Run.open(tmp_path / "runs" / "speech-001").about()["data"]["name"] == "spoken, synthetic"
+
+
+def test_synthesis_goes_on_where_it_was_and_comes_to_the_same(tmp_path, monkeypatch, capsys):
+    from subquad_lab.data.espeak import Speaker
+
+    table = write_transcripts(tmp_path)
+    assert main(["synthesize", str(table), str(tmp_path / "whole")]) == 0
+    say, said = Speaker.say, []
+
+    def stopped(self, text, **how):
+        if len(said) == 3:
+            raise KeyboardInterrupt
+        said.append(text)
+        return say(self, text, **how)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Speaker, "say", stopped)
+        assert main(["synthesize", str(table), str(tmp_path / "parts")]) == 130
+    assert len(list((tmp_path / "parts" / "wavs").iterdir())) == 3
+    spoken = []
+    monkeypatch.setattr(Speaker, "say", lambda self, text, **how: spoken.append(text) or say(self, text, **how))
+    assert main(["synthesize", str(table), str(tmp_path / "parts")]) == 0
+    assert len(spoken) == 5
+    for path in (tmp_path / "whole").rglob("*"):
+        if path.is_file():
+            assert path.read_bytes() == (tmp_path / "parts" / path.relative_to(tmp_path / "whole")).read_bytes()
+
+
+def test_a_folder_may_grow_but_not_change(tmp_path, capsys):
+    table, out = write_transcripts(tmp_path), str(tmp_path / "spoken")
+    assert main(["synthesize", str(table), out, "--clips", "2"]) == 0
+    assert main(["synthesize", str(table), out, "--clips", "3"]) == 0
+    assert len(list((tmp_path / "spoken" / "wavs").iterdir())) == 3
+    for options in (["--voices", "en-gb-x-rp"], ["--clips", "2"]):
+        assert main(["synthesize", str(table), out, *options]) == 2
+        assert "was made from other texts or voices" in capsys.readouterr().err
+    table.write_text(table.read_text().replace("number 1", "number one"))
+    assert main(["synthesize", str(table), out]) == 2
+    (tmp_path / "other" / "wavs").mkdir(parents=True)
+    (tmp_path / "other" / "wavs" / "mine.wav").write_text("mine")
+    assert main(["synthesize", str(table), str(tmp_path / "other")]) == 2
+    assert "holds other files" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "other").rglob("*")] == ["wavs", "mine.wav"]
+
+
+@pytest.mark.parametrize(
+    ("content", "options", "message"),
+    [
+        ("", [], "has no line with"),
+        ("no bars\n", [], "has no line with"),
+        ("a|b\na|c\n", [], "has the id a more than once"),
+        ("a|b\n", ["--clips", "0"], "--clips: expected a whole number >= 1, found 0"),
+        ("a|b\n", ["--voices", "nobody"], "--voices: espeak-ng spoke none"),
+    ],
+)
+def test_what_cannot_be_synthesised_is_said(tmp_path, capsys, content, options, message):
+    table = tmp_path / "texts.csv"
+    table.write_text(content)
+    assert main(["synthesize", str(table), str(tmp_path / "out"), *options]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
+
+
+def test_a_text_that_cannot_be_spoken_is_named_and_the_others_are(tmp_path, capsys, monkeypatch):
+    from subquad_lab.data.espeak import Speaker
+
+    say = Speaker.say
+
+    def fails(self, text, **how):
+        if text == "number 3":
+            raise ValueError("espeak-ng cannot say this")
+        return say(self, text, **how)
+
+    monkeypatch.setattr(Speaker, "say", fails)
+    assert main(["synthesize", str(write_transcripts(tmp_path)), str(tmp_path / "out")]) == 0
+    assert len(list((tmp_path / "out" / "wavs").iterdir())) == 7
+    said = capsys.readouterr()
+    assert "T-3: espeak-ng cannot say this" in said.err
+    assert "7 clips" in said.out

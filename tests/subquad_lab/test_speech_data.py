@@ -1,0 +1,304 @@
+"""Clips from three kinds of places: parts share nothing, what is left out is named, and the cache is not trusted."""
+
+import os
+import shutil
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+
+from small_runs import tone, write_digits
+from subquad._cache import cache_folder
+from subquad_lab import UsageError
+from subquad_lab.data import clips as features
+from subquad_lab.data import espeak
+from subquad_lab.data.espeak import Speaker
+from subquad_lab.data.sound import log_mel, read_sound
+from subquad_lab.data.speech import ALPHABET, DIGITS, UNKNOWN, characters, in_words, load_speech, text_of
+
+REAL = Path(os.environ.get("SUBQUAD_DATA", "no data"))
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("SUBQUAD_CACHE", str(tmp_path / "cache"))
+
+
+def write_table(folder: Path, lines: int = 20) -> Path:
+    """A folder like LJSpeech's."""
+    (folder / "wavs").mkdir(parents=True)
+    for i in range(lines):
+        soundfile.write(folder / "wavs" / f"C{i:02}.wav", tone(200 + 30 * i, 0.1 + 0.01 * i, 22_050), 22_050)
+    (folder / "metadata.csv").write_text("".join(f"C{i:02}|Text {i}|text {in_words(i)}\n" for i in range(lines)))
+    return folder
+
+
+# --- Texts --------------------------------------------------------------------------------------------------------
+
+
+def test_the_alphabet_has_35_characters_of_which_four_are_marks():
+    assert len(ALPHABET) + 4 == 35
+    assert text_of(characters(ALPHABET)) == ALPHABET
+    assert characters("Ab;") == [*characters("ab"), UNKNOWN]
+    assert text_of(characters("a\u00e9b")) == "a#b"
+
+
+def test_numbers_in_words_are_all_different():
+    words = [in_words(number) for number in range(10_000)]
+    assert len(set(words)) == 10_000
+    assert set("".join(words)) <= set(ALPHABET)
+    assert in_words(1_100) == "one thousand one hundred"
+    assert in_words(9_999) == "nine thousand nine hundred and ninety nine"
+
+
+# --- Spoken numbers -----------------------------------------------------------------------------------------------
+
+
+def test_espeak_says_the_same_for_the_same_text_whatever_it_said_before():
+    with Speaker() as one, Speaker() as other:
+        first = one.say("seven hundred", voice="en-gb-x-rp", speed=150, pitch=40)
+        other.say("something else", voice="en-us+f3", speed=200, pitch=70)
+        assert other.say("seven hundred", voice="en-gb-x-rp", speed=150, pitch=40) == first
+        assert one.say("seven hundred", voice="en-gb-x-rp", speed=151, pitch=40) != first
+    assert len(first) > Speaker.rate  # half a second of two bytes
+
+
+def test_a_voice_that_is_unknown_is_named_and_the_next_text_is_spoken():
+    with Speaker() as speaker:
+        with pytest.raises(ValueError, match="'one' as 'nobody'"):
+            speaker.say("one", voice="nobody")
+        assert speaker.say("one")
+
+
+def test_without_the_extra_the_message_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(espeak, "find_spec", lambda name: None)
+    with pytest.raises(UsageError, match=r"pip install 'subquad\[speech\]'"):
+        load_speech(None, clips=24)
+
+
+def test_spoken_numbers_are_in_one_part_alone_and_the_same_each_time(monkeypatch):
+    found = load_speech(None, clips=48)
+    assert found.name == "spoken numbers, synthetic"
+    assert [len(part) for part in (found.train, found.valid, found.test)] == [40, 4, 4]
+    texts = [*found.train.texts, *found.valid.texts, *found.test.texts]
+    assert len(set(texts)) == 48
+    shutil.rmtree(cache_folder())
+    again = load_speech(None, clips=48)
+    assert torch.equal(again.train.frames, found.train.frames)
+    monkeypatch.setattr(espeak, "find_spec", lambda name: None)
+    assert load_speech(None, clips=48).checksum == found.checksum  # Those that are kept need no espeak.
+
+
+@pytest.mark.parametrize("clips", [0, 23, 10_001])
+def test_a_number_of_clips_that_cannot_be_is_refused(clips):
+    with pytest.raises(UsageError, match=f"clips: expected 24 to 10,000 spoken numbers, found {clips:,}"):
+        load_speech(None, clips=clips)
+
+
+# --- A table of transcripts ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("below", [".", "LJSpeech-1.1"])
+def test_a_folder_like_that_of_ljspeech(tmp_path, below):
+    folder = write_table(tmp_path / "data" / below)
+    found = load_speech(str(tmp_path / "data"))
+    assert [len(part) for part in (found.train, found.valid, found.test)] == [15, 1, 4]
+    assert found.valid.names == ["C15"]
+    assert found.train.texts[3] == "text three"  # the normalised one
+    wanted = log_mel(read_sound(folder / "wavs" / "C03.wav"))
+    assert torch.equal(found.train[3], wanted.half().float())
+    assert len(load_speech(str(tmp_path / "data"), clips=8).train) == 6
+
+
+def test_without_resampling_sound_is_taken_as_it_is(tmp_path):
+    write_table(tmp_path / "data")
+    assert load_speech(str(tmp_path / "data")).train.lengths[0] == 10
+    assert load_speech(str(tmp_path / "data"), resample=False).train.lengths[0] == 2205 // 160
+
+
+def test_flac_files_do_as_well(tmp_path):
+    folder = write_table(tmp_path / "data")
+    soundfile.write(folder / "wavs" / "C01.flac", tone(300, 0.2, 48_000), 48_000)
+    (folder / "wavs" / "C01.wav").unlink()
+    assert load_speech(str(folder)).train.lengths[1] == 20
+
+
+def test_what_cannot_be_used_is_left_out_named_and_counted(tmp_path):
+    folder = write_table(tmp_path / "data")
+    wavs = folder / "wavs"
+    (wavs / "C00.wav").unlink()
+    (wavs / "C01.wav").write_bytes(b"")
+    (wavs / "C02.wav").write_bytes((wavs / "C02.wav").read_bytes()[:2000])
+    soundfile.write(wavs / "C03.wav", np.zeros(8000), 8000)
+    (wavs / "C04.wav").write_text("no sound")
+    lines = (folder / "metadata.csv").read_text().splitlines()
+    lines[5], lines[6], lines[7] = "C05||", "no bars at all", "../C07|up|up"
+    (folder / "metadata.csv").write_text("\n".join(lines))
+    with pytest.warns(UserWarning, match="8 of 20 clips of data are left out: C00: .* no such file; .*; and 5 more"):
+        found = load_speech(str(folder))
+    reasons = ["no such file", "is empty", "is cut off", "is silent", "cannot be read", "no text", "line 7", "line 8"]
+    assert len(found.skipped) == 8
+    assert all(reason in line for reason, line in zip(reasons, found.skipped, strict=True))
+    assert found.train.names == [f"C{i:02}" for i in range(8, 15)]
+    with pytest.warns(UserWarning, match="8 of 20"):
+        assert load_speech(str(folder)).skipped == found.skipped  # from the cache as well
+
+
+def test_a_part_without_clips_is_refused(tmp_path):
+    folder = write_table(tmp_path / "data")
+    (folder / "wavs" / "C15.wav").unlink()
+    with pytest.raises(UsageError, match=r"the valid part of data has no clips that can be used: C15: .*no such file"):
+        load_speech(str(folder))
+
+
+def test_a_table_that_is_no_text_is_named(tmp_path):
+    folder = write_table(tmp_path / "data")
+    (folder / "metadata.csv").write_bytes(b"C00|caf\xe9|caf\xe9\n")
+    with pytest.raises(UsageError, match=r"metadata.csv is not UTF-8: byte 7 is 0xe9"):
+        load_speech(str(folder))
+
+
+def test_folders_that_hold_neither_are_named(tmp_path):
+    with pytest.raises(UsageError, match=r"expected metadata.csv or files like"):
+        load_speech(str(tmp_path))
+    with pytest.raises(UsageError, match="there is no folder"):
+        load_speech(str(tmp_path / "none"))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="is a file, not a folder"):
+        load_speech(str(tmp_path / "file"))
+
+
+# --- Spoken digits ------------------------------------------------------------------------------------------------
+
+
+def sources(folder: Path, monkeypatch: pytest.MonkeyPatch, split: str) -> dict[str, list[tuple[str, list[str]]]]:
+    """What is said and the files of each clip, by part."""
+    seen = {}
+
+    def record(name, parts, how):
+        seen.update({part: [(u.text, [file.stem for file in u.files]) for u in us] for part, us in parts.items()})
+        return features.featured(name, parts, how)
+
+    monkeypatch.setattr("subquad_lab.data.speech.featured", record)
+    load_speech(str(folder), split, clips=120)
+    return seen
+
+
+@pytest.mark.parametrize("split", ["index", "speaker"])
+def test_digits_are_split_before_they_are_joined(tmp_path, monkeypatch, split):
+    found = sources(write_digits(tmp_path / "digits"), monkeypatch, split)
+    assert {part: len(clips) for part, clips in found.items()} == {"train": 100, "valid": 10, "test": 10}
+    files = {part: {file for _, names in clips for file in names} for part, clips in found.items()}
+    assert not files["train"] & files["valid"]
+    assert not files["train"] & files["test"]
+    assert not files["valid"] & files["test"]
+    for clips in found.values():
+        for text, names in clips:
+            assert 3 <= len(names) <= 6
+            assert text == " ".join(DIGITS[int(name[0])] for name in names)
+            assert len({name.split("_")[1] for name in names}) == 1  # of one speaker
+    where = 2 if split == "index" else 1
+    assert {name.split("_")[where] for name in files["test"]} == {"0" if split == "index" else "cid"}
+    assert {name.split("_")[where] for name in files["valid"]} == {"5" if split == "index" else "bob"}
+
+
+def test_strings_are_their_digits_one_after_another(tmp_path):
+    found = load_speech(str(write_digits(tmp_path / "digits")), clips=36)
+    for text, length in zip(found.train.texts, found.train.lengths.tolist(), strict=True):
+        count = len(text.split())
+        assert 100 * count * (0.06 + 0.02) - 1 <= length <= 100 * count * (0.06 + 0.12) + 1
+
+
+def test_too_few_speakers_are_refused(tmp_path):
+    folder = write_digits(tmp_path / "digits", ("ann", "bob"))
+    with pytest.raises(UsageError, match="split: expected at least 3 speakers, found ann, bob"):
+        load_speech(str(folder), "speaker")
+
+
+# --- The cache ----------------------------------------------------------------------------------------------------
+
+
+def kept() -> Path:
+    (file,) = (cache_folder() / "speech").glob("*.safetensors")
+    return file
+
+
+def count_computed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    computed = []
+    compute = features._computed
+    monkeypatch.setattr(features, "_computed", lambda name, *rest: computed.append(name) or compute(name, *rest))
+    return computed
+
+
+def test_features_are_computed_once(tmp_path, monkeypatch):
+    computed, folder = count_computed(monkeypatch), str(write_table(tmp_path / "data"))
+    first, second = load_speech(folder), load_speech(folder)
+    assert len(computed) == 1
+    for part in ("train", "valid", "test"):
+        one, other = getattr(first, part), getattr(second, part)
+        assert torch.equal(one.frames, other.frames)
+        assert torch.equal(one.ends, other.ends)
+        assert (one.texts, one.names) == (other.texts, other.names)
+
+
+def test_features_follow_from_sound_text_and_settings(tmp_path, monkeypatch):
+    computed, folder = count_computed(monkeypatch), write_table(tmp_path / "data")
+    checksums = [load_speech(str(folder)).checksum, load_speech(str(folder), resample=False).checksum]
+    soundfile.write(folder / "wavs" / "C02.wav", tone(900, 0.1, 8000), 8000)
+    checksums.append(load_speech(str(folder)).checksum)
+    (folder / "metadata.csv").write_text((folder / "metadata.csv").read_text().replace("text three", "text tree"))
+    checksums.append(load_speech(str(folder)).checksum)
+    assert len(set(checksums)) == len(computed) == 4
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "delete", "no checksum"])
+def test_a_damaged_cache_is_computed_again(tmp_path, monkeypatch, damage):
+    computed, folder = count_computed(monkeypatch), str(write_table(tmp_path / "data"))
+    whole = load_speech(folder)
+    content = bytearray(kept().read_bytes())
+    if damage == "flip":
+        content[len(content) // 2] ^= 1
+        kept().write_bytes(content)
+    elif damage == "cut":
+        kept().write_bytes(content[:-10])
+    else:
+        (kept() if damage == "delete" else kept().with_suffix(".sha256")).unlink()
+    assert torch.equal(load_speech(folder).train.frames, whole.train.frames)
+    assert len(computed) == 2
+    load_speech(folder)
+    assert len(computed) == 2  # mended
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("SUBQUAD_CACHE", str(tmp_path / "file"))
+    with pytest.warns(UserWarning, match="features are not kept"):
+        assert len(load_speech(str(write_table(tmp_path / "data"))).train) == 15
+
+
+# --- Real data ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not (REAL / "ljspeech-sample").is_dir(), reason="SUBQUAD_DATA names no folder with ljspeech-sample")
+def test_the_real_clips_have_features_of_the_right_shape_and_scale():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = load_speech(str(REAL / "ljspeech-sample"))
+    assert sum(map(len, (found.train, found.valid, found.test))) == 32
+    for part in (found.train, found.valid, found.test):
+        for i in range(len(part)):
+            assert part[i].shape[1] == 80
+            assert 100 < len(part[i]) < 1020  # 1 to 10 seconds
+            assert -1.5 < float(part[i].min()) <= float(part[i].max()) - 1 < 1
+            assert len(characters(part.texts[i])) < 0.25 * len(part[i])
+
+
+@pytest.mark.skipif(not (REAL / "fsdd").is_dir(), reason="SUBQUAD_DATA names no folder with fsdd")
+@pytest.mark.parametrize("split", ["index", "speaker"])
+def test_the_spoken_digits_load(split):
+    found = load_speech(str(REAL / "fsdd"), split, clips=60)
+    assert [len(part) for part in (found.train, found.valid, found.test)] == [50, 5, 5]
+    assert not found.skipped
