@@ -11,7 +11,7 @@ test bench demo mutants: export ONEDNN_MAX_CPU_ISA = AVX512_CORE_BF16
 PIP_INSTALL := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 \
 	$(BIN)/python -m pip install -qq -c constraints.txt
 
-.PHONY: help demo test lint bench mutants clean
+.PHONY: help demo test lint bench mutants docs clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -33,6 +33,9 @@ bench: .venv/installed-bench ## measure against torch and performer-pytorch, wri
 
 mutants: .venv/installed ## break the library on purpose and count the breaks that the tests notice
 	@$(BIN)/python tools/mutants.py
+
+docs: .venv/installed ## write docs/theory.md from the claims of `subquad verify`
+	@$(BIN)/python tools/theory_page.py
 
 clean: ## remove what the other targets made
 	rm -rf .venv build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -260,8 +260,29 @@ def synthesize(metadata: str, out: str, voices: str = "en-us", clips: int | None
     speak(metadata, out, voices, clips)
 
 
+def verify(
+    claims: list[str] = [],  # noqa: B006
+    json: bool = False,
+    plots: str | None = None,
+    seed: int = 0,
+    explain: bool = False,
+) -> None:
+    """Check the theory: each claim with its figure and its verdict. Exit code 1 if one fails.
+
+    Args:
+        claims: Numbers, or subjects: attention, recurrence, optimizers, networks; all if none is given.
+        json: Print all figures as JSON.
+        plots: Folder for the pictures, as SVG; made if it is missing.
+        seed: Where the random numbers begin.
+        explain: Print the derivation of each, with the numbers of this run.
+    """
+    from subquad_lab.verifying import run
+
+    run(claims, json, plots, seed, explain)
+
+
 COMMANDS = (
-    demo, plan, bench, train, evaluate, compare, sweep, runs, sample, predict, transcribe, synthesize, report,
+    demo, plan, bench, verify, train, evaluate, compare, sweep, runs, sample, predict, transcribe, synthesize, report,
 )  # fmt: skip
 OF_EXPERIMENTS = {"train": "runs", "compare": "compare", "sweep": "sweep"}  # and the folders that they write into
 

@@ -18,10 +18,11 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
-from subquad_lab import Diverged, UsageError, checkpoint, snapshot
+from subquad_lab import Diverged, UsageError, checkpoint, optimizers, snapshot
 from subquad_lab.checkpoint import Checkpoint, Damaged
 from subquad_lab.display import Display
 from subquad_lab.interruption import Interrupted, Interruption
+from subquad_lab.optimizers import make_optimizer
 from subquad_lab.records import Run
 
 Rows = tuple[Tensor, ...]  # each (rows, ...)
@@ -41,9 +42,10 @@ class Training:
         minutes: Of training, after which the run ends even if the epochs or steps are not done.
         batch: Rows of a step, over all processes.
         accumulate: Parts into which a batch is cut to save memory; the step is the same.
-        optimizer: sgd, adam or adamw.
+        optimizer: sgd (with momentum), average or corrected (with a running average of the gradients, without and
+            with its bias corrected), adam; sgdw and adamw have a decoupled weight decay, the others an L2 penalty.
         lr: Learning rate, at its highest.
-        momentum: Of sgd.
+        momentum: Share of the past in the step, of all but adam and adamw.
         weight_decay: Of the optimizer.
         schedule: How the rate goes on after the warm-up: constant, linear to 0, or cosine to 0. Or by epochs: a
             hundredth of lr, half, lr, and then linear to a hundredth in the last.
@@ -62,7 +64,7 @@ class Training:
     minutes: float | None = None
     batch: int = 32
     accumulate: int = 1
-    optimizer: Literal["sgd", "adam", "adamw"] = "adamw"
+    optimizer: optimizers.Name = "adamw"
     lr: float = 1e-3
     momentum: float = 0.0
     weight_decay: float = 0.0
@@ -158,17 +160,6 @@ def part_done(settings: Training, progress: Progress, total: int) -> float:
     return max(progress.step / total, spent)
 
 
-def make_optimizer(model: nn.Module, settings: Training) -> torch.optim.Optimizer:
-    match settings.optimizer:
-        case "sgd":
-            return torch.optim.SGD(model.parameters(), settings.lr, settings.momentum,
-                                   weight_decay=settings.weight_decay)  # fmt: skip
-        case "adam":
-            return torch.optim.Adam(model.parameters(), settings.lr, weight_decay=settings.weight_decay)
-        case "adamw":
-            return torch.optim.AdamW(model.parameters(), settings.lr, weight_decay=settings.weight_decay)
-
-
 class Trainer:
     """One run: the model, its optimiser, and how far they have come."""
 
@@ -176,7 +167,8 @@ class Trainer:
         self.task, self.settings, self.run, self.display = task, settings, run, display
         self.accelerator = Accelerator(cpu=not torch.accelerator.is_available())
         self.rank, self.world = self.accelerator.process_index, self.accelerator.num_processes
-        self.optimizer = make_optimizer(task.model, settings)
+        self.optimizer = make_optimizer(settings.optimizer, task.model.parameters(), settings.lr, settings.momentum,
+                                        settings.weight_decay)  # fmt: skip
         self.model, self.optimizer = self.accelerator.prepare(task.model, self.optimizer)
         self.total = settings.steps or settings.epochs * task.batches
         self.progress = Progress()

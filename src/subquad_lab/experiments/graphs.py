@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from subquad_lab import UsageError
+from subquad_lab import UsageError, optimizers
 from subquad_lab.classification import PREDICTIONS, Predictions, confusion_picture, figures
 from subquad_lab.data.graphs import Graph, load_graph
 from subquad_lab.methods import parse_method, refuse_many_features
@@ -53,7 +53,7 @@ class Config(Training):
     seeds: int = 10
     epochs: int = 200
     batch: int = 1
-    optimizer: Literal["sgd", "adam", "adamw"] = "adam"
+    optimizer: optimizers.Name = "adam"
     lr: float = 0.01
     weight_decay: float = 5e-4
     evaluate_every: int | None = 10

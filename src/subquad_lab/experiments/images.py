@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from subquad_lab import UsageError
+from subquad_lab import UsageError, optimizers
 from subquad_lab.classification import PREDICTIONS, Predictions, confusion_picture, figures
 from subquad_lab.data.images import OCT, Pictures, load_images, published_test
 from subquad_lab.models import parameters, refuse_too_large
@@ -51,7 +51,7 @@ class Config(Training):
     seeds: int = 3
     epochs: int = 15
     batch: int = 8
-    optimizer: Literal["sgd", "adam", "adamw"] = "sgd"
+    optimizer: optimizers.Name = "sgd"
     lr: float = 0.01
     momentum: float = 0.9
     patience: int | None = 5

@@ -1,0 +1,129 @@
+"""Claims that run. A claim states something in words and as a formula, checks it on numbers, and can fail.
+
+What a claim says is computed by small functions and constants that stand before it; what it finds comes from the
+library, from the lab's own models and optimisers, and from counts of what torch did. Where a mistake is common, the
+claim checks that too, and holds only if the mistake does not.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib import import_module
+from math import isfinite
+from typing import NamedTuple
+
+TINY = 1e-12  # Errors below are rounding.
+SUBJECTS = ("attention", "recurrence", "optimizers", "networks")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Of a check: where its random numbers begin, and how large its problems are, 0, 1 or 2."""
+
+    seed: int = 0
+    size: int = 1
+
+    def of(self, *sizes: int) -> int:
+        """One of three sizes."""
+        return sizes[self.size]
+
+
+class Check(NamedTuple):
+    """What was found, beside what is said of it."""
+
+    what: str
+    found: float
+    said: str
+    holds: bool
+    is_mistake: bool = False
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Checks; the derivation, with the numbers of this run; and what draws a picture, as SVG."""
+
+    checks: list[Check]
+    derivation: list[str]
+    picture: Callable[[], bytes] | None = None
+
+    @property
+    def holds(self) -> bool:
+        return all(check.holds != check.is_mistake for check in self.checks)
+
+    @property
+    def verdict(self) -> str:
+        if not self.holds:
+            return "fails"
+        return "holds, and the common mistake does not" if any(c.is_mistake for c in self.checks) else "holds"
+
+
+@dataclass(frozen=True)
+class Claim:
+    number: int
+    subject: str
+    statement: str
+    formula: str
+    mistake: str | None
+    check: Callable[[Setting], Finding] = field(repr=False)
+
+
+CLAIMS: dict[int, Claim] = {}
+
+
+def claim(number: int, statement: str, formula: str, mistake: str | None = None) -> Callable[..., Callable]:
+    """Enter a check into the list of claims, under the subject of its file."""
+
+    def entered(check: Callable[[Setting], Finding]) -> Callable[[Setting], Finding]:
+        subject = check.__module__.rpartition(".")[2]
+        if number in CLAIMS:
+            raise ValueError(f"number: {number} is that of another claim")
+        CLAIMS[number] = Claim(number, subject, statement, formula, mistake, check)
+        return check
+
+    return entered
+
+
+def all_claims() -> list[Claim]:
+    """In the order of their numbers."""
+    for subject in SUBJECTS:
+        import_module(f"subquad_lab.theory.{subject}")
+    return [CLAIMS[number] for number in sorted(CLAIMS)]
+
+
+# --- Checks -------------------------------------------------------------------------------------------------------
+
+
+def equal(what: str, found: float, said: float, within: float = 1e-9, mistake: bool = False) -> Check:
+    """To a part of what is said, or to that itself around 0."""
+    holds = abs(found - said) <= within * max(abs(said), 1.0 if said == 0 else 0.0)
+    return Check(what, found, f"= {figure(said)}", holds, mistake)
+
+
+def at_most(what: str, found: float, bound: float, mistake: bool = False) -> Check:
+    return Check(what, found, f"<= {figure(bound)}", isfinite(found) and found <= bound, mistake)
+
+
+def at_least(what: str, found: float, bound: float, mistake: bool = False) -> Check:
+    return Check(what, found, f">= {figure(bound)}", found >= bound, mistake)
+
+
+def figure(value: float) -> str:
+    """Whole numbers whole, others with four digits.
+
+    >>> figure(224892), figure(0.123456), figure(1e-12), figure(3.0)
+    ('224,892', '0.1235', '1e-12', '3')
+    """
+    if value == int(value) and abs(value) < 1e9 if isfinite(value) else False:
+        return f"{int(value):,}"
+    return f"{value:.4g}"
+
+
+def shown(check: Check) -> str:
+    """What was found; a rounding error only by its bound, for it is another on another machine."""
+    if check.said.startswith("<= ") and check.holds and (check.said.startswith("<= 1e-") or check.found < TINY):
+        return f"below {min(TINY, float(check.said[3:])) if check.found < TINY else float(check.said[3:]):g}"
+    return figure(check.found)
+
+
+def small(error: float) -> str:
+    """An error in a sentence."""
+    return f"less than {TINY:g}" if error < TINY else f"{error:.1g}"

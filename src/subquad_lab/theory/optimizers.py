@@ -1,0 +1,253 @@
+"""What optimisers have in common, and where they part.
+
+r the rate, g the gradient, v the velocity or the running average; the lab's own optimisers walk down a valley.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from subquad_lab.optimizers import SGD, Adam
+from subquad_lab.plots import axes_of, svg
+from subquad_lab.theory import Finding, Setting, at_least, at_most, claim, equal, small
+from subquad_lab.theory.attention import ROUNDING, normal
+
+Make = Callable[[list[nn.Parameter]], Optimizer]
+
+
+def walk(make: Make, setting: Setting, steps: int, noise: float = 0.3) -> Tensor:
+    """Places (steps + 1, n) on the way down a valley, with the same noise in the gradients each time."""
+    size = setting.of(2, 4, 8)
+    valley = normal(size, size, seed=setting.seed)
+    valley = valley @ valley.mT / size + torch.eye(size, dtype=torch.float64) * 0.1
+    x = nn.Parameter(normal(size, seed=setting.seed + 1))
+    disturbed = normal(steps, size, seed=setting.seed + 2, spread=noise)
+    optimizer, places = make([x]), [x.detach().clone()]
+    for disturbance in disturbed:
+        x.grad = valley @ x.detach() + disturbance
+        optimizer.step()
+        places.append(x.detach().clone())
+    return torch.stack(places)
+
+
+def apart(one: Tensor, other: Tensor) -> float:
+    return float((one - other).norm(dim=-1).max() / one.norm(dim=-1).max())
+
+
+# --- 17 and 18: momentum and running averages ---------------------------------------------------------------------
+
+
+def rate_of_momentum(rate: float, share: float) -> float:
+    """Of momentum, to walk as a running average with this rate does."""
+    return rate * (1 - share)
+
+
+@claim(
+    17, "Momentum and the running average are the same walk, if the rate of momentum is smaller by the factor 1 - b.",
+    r"v = a v + \epsilon g \;\equiv\; v = b v + (1 - b) g \text{ with step } \delta, \quad a = b, \; "
+    r"\epsilon = \delta (1 - b)",
+    "They are the same at the same rate.",
+)  # fmt: skip
+def momentum_is_average(setting: Setting) -> Finding:
+    share, rate, steps = 0.9, 0.2, setting.of(50, 100, 200)
+    averaged = walk(lambda p: SGD(p, rate, share, "average"), setting, steps)
+    momentum = walk(lambda p: SGD(p, rate_of_momentum(rate, share), share), setting, steps)
+    same_rate = walk(lambda p: SGD(p, rate, share), setting, steps)
+    return Finding(
+        [
+            at_most(f"the two walks over {steps} steps", apart(averaged, momentum), ROUNDING),
+            at_most("the two at the same rate", apart(averaged, same_rate), 0.01, mistake=True),
+        ],
+        [
+            "Momentum holds v = e (g_t + a g_{t-1} + a^2 g_{t-2} + ...) and steps by v.",
+            "The average holds v = (1 - b) (g_t + b g_{t-1} + ...) and steps by d v: the same sum, times d (1 - b).",
+            f"With a = b = {share}, d = {rate} and e = {rate_of_momentum(rate, share):.3g} the walks of {steps} "
+            f"noisy steps are apart by {small(apart(averaged, momentum))}.",
+            f"At the same rate momentum takes steps {1 / (1 - share):.0f} times as long, and is apart by "
+            f"{apart(averaged, same_rate):.2g}.",
+        ],
+        lambda: momentum_picture(setting),
+    )  # fmt: skip
+
+
+def momentum_picture(setting: Setting) -> bytes:
+    figure, (axes,) = axes_of(1)
+    kinds: dict[str, Make] = {
+        "running average, rate 0.2": lambda p: SGD(p, 0.2, 0.9, "average"),
+        "the same, bias corrected": lambda p: SGD(p, 0.2, 0.9, "corrected"),
+        "momentum, rate 0.02": lambda p: SGD(p, 0.02, 0.9),
+        "momentum, rate 0.2": lambda p: SGD(p, 0.2, 0.9),
+    }
+    for (name, make), style in zip(kinds.items(), ("-", "-", "--", "-"), strict=True):
+        axes.plot(walk(make, setting, 80).norm(dim=-1), style, label=name)
+    axes.set(xlabel="step", ylabel="distance from the bottom of the valley")
+    axes.legend(fontsize="small")
+    return svg(figure)
+
+
+def held(share: float, steps: int) -> float:
+    """How much of the mean gradient a running average holds after so many steps."""
+    return 1 - share**steps
+
+
+@claim(
+    18, "A running average that begins at 0 holds only 1 - b^t of the mean gradient; divided by that, it is without "
+    "bias.",
+    r"v_t = (1 - b) \sum_{i \le t} b^{t-i} g_i, \quad \mathbb{E}[v_t] = (1 - b^t) \, \mathbb{E}[g]",
+    "The running average is without bias as it is.",
+)  # fmt: skip
+def bias_of_average(setting: Setting) -> Finding:
+    share, steps, walks, mean = 0.9, setting.of(4, 6, 12), 20_000, 2.0
+    drawn = mean + normal(steps, walks, seed=setting.seed)
+    x = nn.Parameter(torch.zeros(walks, dtype=torch.float64))
+    plain = SGD([x], 1.0, share, "average")
+    y = nn.Parameter(torch.zeros(walks, dtype=torch.float64))
+    corrected = SGD([y], 1.0, share, "corrected")
+    for gradient in drawn:
+        x.grad, y.grad, before = gradient.clone(), gradient.clone(), y.detach().clone()
+        plain.step()
+        corrected.step()
+    average, step = plain.state[x]["velocity"], before - y.detach()
+    written_out = sum((1 - share) * share ** (steps - i) * drawn[i - 1] for i in range(1, steps + 1))
+    error = float(average.std()) / walks**0.5
+    error_corrected = float(step.std()) / walks**0.5
+    return Finding(
+        [
+            at_most("v_t from the sum written out", float((average - written_out).abs().max()), ROUNDING),
+            at_most(f"mean of v_t, t = {steps}, from (1 - b^t) E[g], in standard errors",
+                    abs(float(average.mean()) - held(share, steps) * mean) / error, 4.5),
+            at_most("mean of the corrected step from E[g], in standard errors",
+                    abs(float(step.mean()) - mean) / error_corrected, 4.5),
+            at_most("mean of v_t from E[g], in standard errors", abs(float(average.mean()) - mean) / error, 4.5,
+                    mistake=True),
+        ],
+        [
+            "v_0 = 0. Each step multiplies what was by b and adds (1 - b) g: written out, the sum above.",
+            "Its weights, (1 - b) b^(t-i), sum to 1 - b^t: the rest of the mean is that of v_0, which is 0.",
+            f"b = {share}, t = {steps}, E[g] = {mean}: (1 - b^t) E[g] = {held(share, steps) * mean:.4f}; over "
+            f"{walks:,} walks the mean of v_t is {float(average.mean()):.4f}.",
+            f"Divided by 1 - b^t the step is {float(step.mean()):.4f} on average.",
+        ],
+    )  # fmt: skip
+
+
+# --- 19 and 20: decay ---------------------------------------------------------------------------------------------
+
+
+def decay_of_penalty(rate: float, penalty: float) -> float:
+    """The share of the weights that each step takes away, for a penalty gamma |x|^2."""
+    return 2 * rate * penalty
+
+
+@claim(
+    19, "For SGD, taking the share lambda of each weight away in each step is the same as a penalty gamma |x|^2 in "
+    "the loss, with lambda = + 2 eta gamma.",
+    r"x \leftarrow (1 - \lambda) x - \eta g \;\equiv\; x \leftarrow x - \eta (g + 2 \gamma x), \quad "
+    r"\lambda = +2 \eta \gamma",
+    "lambda = - 2 eta gamma; or lambda = eta gamma, without the 2.",
+)  # fmt: skip
+def decay_is_penalty(setting: Setting) -> Finding:
+    rate, penalty, steps = 0.1, 0.25, setting.of(30, 60, 120)
+    penalised = walk(
+        lambda p: SGD(p, rate, decay=2 * penalty), setting, steps
+    )  # The gradient of the penalty: 2 gamma x.
+
+    def decayed(share: float) -> Tensor:
+        """The optimiser decays by its rate times `decay`."""
+        return walk(lambda p: SGD(p, rate, decay=share / rate, decoupled=True), setting, steps)
+
+    right = decay_of_penalty(rate, penalty)
+    return Finding(
+        [
+            at_most(f"the two walks over {steps} steps", apart(penalised, decayed(right)), ROUNDING),
+            at_most("with lambda = - 2 eta gamma", apart(penalised, decayed(-right)), 0.01, mistake=True),
+            at_most("with lambda = eta gamma", apart(penalised, decayed(right / 2)), 0.01, mistake=True),
+        ],
+        [
+            "The gradient of gamma |x|^2 is 2 gamma x. A step of SGD takes eta (g + 2 gamma x) away.",
+            "That is (1 - 2 eta gamma) x - eta g: the weights shrink by lambda = 2 eta gamma, with a plus.",
+            f"eta = {rate}, gamma = {penalty}, lambda = {right:.3g}: apart by "
+            f"{small(apart(penalised, decayed(right)))} after {steps} steps.",
+            f"With the sign turned: {apart(penalised, decayed(-right)):.2g}; without the 2: "
+            f"{apart(penalised, decayed(right / 2)):.2g}.",
+        ],
+    )  # fmt: skip
+
+
+RATIO = 100.0  # of the gradients of the two weights
+DECAY = 0.05
+
+
+def shrunk(make: Make, steps: int, seed: int) -> Tensor:
+    """Places (steps + 1, 2) of two weights that begin at 1, whose gradients are noise around 0, a hundredfold apart."""
+    x = nn.Parameter(torch.ones(2, dtype=torch.float64))
+    sizes = torch.tensor([RATIO, 1.0], dtype=torch.float64)
+    optimizer, places = make([x]), [x.detach().clone()]
+    for noise in normal(steps, seed=seed):
+        x.grad = noise * sizes
+        optimizer.step()
+        places.append(x.detach().clone())
+    return torch.stack(places)
+
+
+def without_noise(decayed: Tensor, plain: Tensor) -> Tensor:
+    """What the decay alone has taken from each weight, as a share of where it began."""
+    return plain[-1] - decayed[-1]
+
+
+def decoupled_share(rate: float, steps: int) -> float:
+    """What decoupled decay takes of every weight, whatever its gradients, as long as steps are small."""
+    return 1 - (1 - rate * DECAY) ** steps
+
+
+@claim(
+    20, "With an L2 penalty in the gradient, Adam pulls weights with small gradients to zero more strongly, because "
+    "the pull is divided by the root of the mean square; decoupled decay shrinks all at one relative rate.",
+    r"\text{pull} \propto \frac{\lambda x}{\sqrt{s}} \quad \text{against} \quad \eta \lambda x",
+    "L2 and weight decay are the same for Adam as for SGD.",
+)  # fmt: skip
+def adam_decays(setting: Setting) -> Finding:
+    rate, steps = 0.002, setting.of(100, 200, 300)
+    plain = shrunk(lambda p: Adam(p, rate), steps, setting.seed)
+    penalised = shrunk(lambda p: Adam(p, rate, decay=DECAY), steps, setting.seed)
+    decoupled = shrunk(lambda p: Adam(p, rate, decay=DECAY, decoupled=True), steps, setting.seed)
+    with_penalty, with_decay = without_noise(penalised, plain), without_noise(decoupled, plain)
+    expected = decoupled_share(rate, steps)
+    return Finding(
+        [
+            at_least("L2: pull on the weight with small gradients by that on the other",
+                     float(with_penalty[1] / with_penalty[0]), RATIO / 4),
+            equal("decoupled: the same", float(with_decay[1] / with_decay[0]), 1, within=0.1),
+            equal("decoupled: share taken of the weight", float(with_decay[1]), expected, within=0.15),
+            equal("L2: the share taken of the weight with large gradients, were it decay",
+                  float(with_penalty[0]), expected, within=0.15, mistake=True),
+        ],
+        [
+            "Adam divides the whole gradient, penalty included, by sqrt(s), the root of its mean square.",
+            "A weight with gradients a hundred times as large has a root a hundred times as large,",
+            "so that the same penalty pulls it a hundred times less. Decoupled decay is not divided.",
+            f"Two weights from 1, gradients {RATIO:.0f} : 1, {steps} steps, decay {DECAY}. Taken by L2: "
+            f"{float(with_penalty[0]):.2g} and {float(with_penalty[1]):.2g}, "
+            f"{float(with_penalty[1] / with_penalty[0]):.0f} "
+            "times as much from the one with small gradients.",
+            f"Taken by decoupled decay: {float(with_decay[0]):.4f} and {float(with_decay[1]):.4f}; 1 - (1 - eta "
+            f"lambda)^T is {expected:.4f}.",
+        ],
+        lambda: decay_picture(setting),
+    )  # fmt: skip
+
+
+def decay_picture(setting: Setting) -> bytes:
+    figure, both = axes_of(2)
+    steps, rate = 1000, 0.002
+    plain = shrunk(lambda p: Adam(p, rate), steps, setting.seed)
+    for axes, (name, decoupled) in zip(both, {"with L2": False, "with decoupled decay": True}.items(), strict=True):
+        made = shrunk(lambda p, d=decoupled: Adam(p, rate, decay=0.3, decoupled=d), steps, setting.seed)
+        for i, what in enumerate(("large gradients", "small gradients")):
+            axes.plot(made[:, i], color=f"C{i}", label=f"{what}, Adam {name}")
+            axes.plot(plain[:, i], ":", color=f"C{i}", label=f"{what}, no decay")
+        axes.set(xlabel="step", ylabel="weight", ylim=(-0.25, 1.25))
+        axes.legend(fontsize="small")
+    return svg(figure)
