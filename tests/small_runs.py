@@ -51,11 +51,11 @@ def tone(pitch: float, seconds: float, rate: int) -> np.ndarray:
 
 
 def write_digits(folder: Path, speakers: tuple[str, ...] = ("ann", "bob", "cid")) -> Path:
-    """A folder like that of the spoken digits: a tone for each digit and speaker, one clip for each part."""
+    """A folder like that of the spoken digits: a tone for each digit and speaker, some clips for each part."""
     folder.mkdir(exist_ok=True)
     for digit in range(10):
         for voice, speaker in enumerate(speakers):
-            for index in (0, 5, 10):
+            for index in (0, 4, 5, 9, 10):
                 content = tone(300 + 150 * digit + 20 * voice + index, 0.06, 8000)
                 soundfile.write(folder / f"{digit}_{speaker}_{index}.wav", content, 8000)
     return folder

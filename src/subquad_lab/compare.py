@@ -45,7 +45,7 @@ def run(name: str, config: Training, out: Path) -> None:
     except OSError as error:
         raise RunError(f"cannot write into {out}: {error.strerror}") from error
     show(f"{name}: {measure}", rows)
-    for line in verdicts(done, measure, found):
+    for line in [*figures(done, measure), *verdicts(done, measure, found)]:
         print(line)
     print(f"{out / 'compare.svg'}, {out / 'compare.json'}")
 
@@ -58,6 +58,17 @@ def cells(variant: str, series: Series, measure: str, unit: str) -> tuple[str, .
         variant, f"{parameters:,}", series.shown("valid", measure), series.shown("test", measure),
         f"{steps:,.0f}", f"{seconds:,.0f} s", f"{speed:,.0f} {unit}/s",
     )  # fmt: skip
+
+
+def figures(done: dict[str, Series], measure: str) -> list[str]:
+    """The other figures of the test part."""
+    lines = []
+    for variant, series in done.items():
+        others = [name for name in series.results[0]["test"] if name != measure]
+        lines.append(f"{variant}, test: " + ", ".join(
+            f"{name.replace('_', '-')} {series.shown('test', name)}" for name in others
+        ))  # fmt: skip
+    return lines
 
 
 def differences(done: dict[str, Series], measure: str) -> dict[str, Interval]:

@@ -14,10 +14,19 @@ except ImportError:  # Windows
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Written beside its place, brought to the disk, and then put there; what was there before stays until then."""
+    """What was there before stays until all is written."""
+    with made_whole(path) as temporary:
+        temporary.write_bytes(content)
+
+
+@contextmanager
+def made_whole(path: Path) -> Iterator[Path]:
+    """A path beside it to write to; when the block ends, that is brought to the disk and put in its place."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        write_synced(temporary, content)
+        yield temporary
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
         temporary.replace(path)
         sync_folder(path.parent)
     finally:

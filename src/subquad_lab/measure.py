@@ -55,7 +55,7 @@ class MeasureError(RuntimeError):
 
 def measure(request: Request) -> Measurement:
     """Measure one call in a fresh process."""
-    command = [sys.executable, "-m", "subquad_lab.measure"]
+    command = [sys.executable, "-P", "-m", "subquad_lab.measure"]  # -P: nothing from the current folder
     done = subprocess.run(command, input=json.dumps(asdict(request)), capture_output=True, text=True)
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or [f"the process ended with {done.returncode}"])[-1]

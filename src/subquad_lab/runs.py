@@ -12,6 +12,7 @@ from accelerate.utils import broadcast_object_list
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from torch import nn
 
 from subquad_lab import UsageError, checkpoint, snapshot
 from subquad_lab.configs import config_of
@@ -130,6 +131,12 @@ def trained(folder: str | Path) -> tuple[Run, Any]:
     """A run's task with its best weights, or its last, as its config says; ready to be used."""
     run = Run.open(folder)
     _, config, task = task_of(run)
+    load_weights(task.model, run, config)
+    return run, task
+
+
+def load_weights(model: nn.Module, run: Run, config: Training) -> None:
+    """The best, or the last, as the config says; the model is then ready to be used."""
     found = checkpoint.newest(run.checkpoints)
     if found is None:
         raise UsageError(f"RUN: {run.folder} has no checkpoint yet")
@@ -137,9 +144,8 @@ def trained(folder: str | Path) -> tuple[Run, Any]:
     number = progress.get("best_checkpoint") if isinstance(progress, dict) else None
     if config.weights == "best" and isinstance(number, int) and number:
         found = checkpoint.best(run.checkpoints, number)
-    snapshot.load_model(task.model, found)
-    task.model.eval()
-    return run, task
+    snapshot.load_model(model, found)
+    model.eval()
 
 
 def alone(command: str) -> None:

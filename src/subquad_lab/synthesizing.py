@@ -20,6 +20,7 @@ from subquad_lab.data.speech import SYNTHETIC, transcripts
 from subquad_lab.files import locked, write_whole
 
 SPEEDS, PITCHES = (150, 190), (40, 60)
+SHORTEST = 0.1  # seconds of a clip
 TELL = 500  # clips between two lines of a log
 
 
@@ -29,24 +30,37 @@ def run(metadata: str, out: str, voices: str, clips: int | None) -> None:
         raise UsageError(f"METADATA: there is no file {table}")
     if clips is not None and clips < 1:
         raise UsageError(f"--clips: expected a whole number >= 1, found {clips}")
-    wanted = [(name, text) for name, text in transcripts(table) if text.strip()][:clips]
+    lines = transcripts(table)[:clips]
+    wanted = [(line.name, line.text) for line in lines if line.text.strip()]
     if not wanted:
         raise UsageError(f"METADATA: {table} has no line with id|text|normalised text")
-    names = [name for name, _ in wanted]
-    if len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise UsageError(f"METADATA: {table} has the id {twice} more than once")
-    spoken = voices.split(",")
-    try:
-        (folder / "wavs").mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"OUT: cannot make {folder}: {error.strerror}") from error
-    with locked(folder), Speaker() as speaker:
-        describe(folder, wanted, spoken)
-        failed = speak(speaker, folder, wanted, spoken)
-    print(f"{folder}: {len(wanted) - failed:,} clips; train with: subquad train speech --data {folder}")
-    if failed == len(wanted):
-        raise UsageError(f"--voices: espeak-ng spoke none of the {failed:,} texts")
+    spoken = [voice.strip() for voice in voices.split(",")]
+    with Speaker() as speaker:
+        check_voices(speaker, spoken)
+        try:
+            (folder / "wavs").mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"OUT: cannot make {folder}: {error.strerror}") from error
+        with locked(folder):
+            describe(folder, wanted, spoken)
+            for line in lines:
+                if not line.text.strip():
+                    print(f"subquad: warning: {line.name}: {line.fault or 'has no text'}", file=sys.stderr)
+            failed = speak(speaker, folder, wanted, spoken)
+    left = len(lines) - len(wanted) + failed
+    print(f"{folder}: {len(wanted) - failed:,} clips{f', {left:,} left out' if left else ''}; train with: "
+          f"subquad train speech --data {folder}")  # fmt: skip
+
+
+def check_voices(speaker: Speaker, voices: list[str]) -> None:
+    """Each says a word, before anything is written."""
+    for voice in voices:
+        try:
+            speaker.say("one", voice=voice)
+        except UsageError:  # espeak-ng is missing
+            raise
+        except ValueError as error:
+            raise UsageError(f"--voices: espeak-ng has no voice {voice!r}") from error
 
 
 def describe(folder: Path, wanted: list[tuple[str, str]], voices: list[str]) -> None:
@@ -77,7 +91,10 @@ def speak(speaker: Speaker, folder: Path, wanted: list[tuple[str, str]], voices:
             path = folder / "wavs" / f"{name}.wav"
             if not path.exists():
                 try:
-                    write_whole(path, wav(speaker.say(text, **manner(name, voices)), speaker.rate))
+                    samples = speaker.say(text, **manner(name, voices))
+                    if len(samples) < 2 * SHORTEST * speaker.rate:
+                        raise ValueError(f"there is nothing to say in {text[:40]!r}")
+                    write_whole(path, wav(samples, speaker.rate))
                 except ValueError as error:
                     failed += 1
                     console.print(f"subquad: warning: {name}: {error}", markup=False, soft_wrap=True)

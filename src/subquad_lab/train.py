@@ -93,6 +93,13 @@ class Training:
                 raise UsageError(f"{name}: expected a number above 0, found {value}")
         if not 0 <= self.seed <= 2**32 - self.seeds:
             raise UsageError(f"seed: expected a whole number from 0 to below 2^32, found {self.seed}")
+        if self.schedule == "epochs":
+            others = {"steps": self.steps, "minutes": self.minutes, "warmup": self.warmup or None}
+            for name, value in others.items():
+                if value is not None:
+                    raise UsageError(f"{name}: expected none with the schedule by epochs, found {value}")
+            if self.epochs < 4:
+                raise UsageError(f"epochs: expected at least 4 for the schedule by epochs, found {self.epochs}")
         if self.batch % self.accumulate:
             raise UsageError(f"accumulate: expected a number that divides the batch of {self.batch}, "
                              f"found {self.accumulate}")  # fmt: skip
@@ -147,7 +154,7 @@ def rate(settings: Training, progress: Progress, total: int) -> float:
     warm = min(1.0, (progress.step + 1) / settings.warmup) if settings.warmup else 1.0
     done = min(1.0, part_done(settings, progress, total))
     if settings.schedule == "epochs":
-        low, last = settings.lr / 100, max(3, settings.epochs - 1)
+        low, last = settings.lr / 100, settings.epochs - 1
         share = progress.epoch / 2 if progress.epoch < 2 else 1 - (progress.epoch - 2) / (last - 2)
         return low + (settings.lr - low) * max(0.0, share)
     falling = {"constant": 1.0, "linear": 1.0 - done, "cosine": 0.5 * (1.0 + math.cos(math.pi * done))}

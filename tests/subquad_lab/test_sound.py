@@ -86,7 +86,15 @@ def wrong_files() -> dict[str, tuple[bytes, str]]:
     soundfile.write(odd, np.array([0.0, np.nan] * 500, np.float32), 8000, format="wav", subtype="FLOAT")
     short = io.BytesIO()
     soundfile.write(short, tone(300, 0.01, 8000), 8000, format="wav")
+    head, fast = bytearray(whole["wav"]), bytearray(whole["wav"])
+    head[24:28], fast[24:28] = (1).to_bytes(4, "little"), (2**31 - 1).to_bytes(4, "little")
+    forged = bytearray(whole["flac"])
+    forged[21] |= 0x0F  # the highest bits of the number of samples
+    forged[22:26] = b"\xff" * 4
     return {
+        "one sample in a second": (bytes(head), "has 1 samples per second; expected 4,000 to 384,000"),
+        "too many in a second": (bytes(fast), "has 2,147,483,647 samples per second"),
+        "a flac that promises too much": (bytes(forged), "lasts|cut off|cannot be read"),
         "empty": (b"", "is empty"),
         "text": (b"this is no sound at all, but text" * 10, "cannot be read as sound"),
         "cut off": (whole["wav"][:9000], "is cut off"),
@@ -105,6 +113,30 @@ def test_what_cannot_be_read_is_named(tmp_path, what):
     path.write_bytes(content)
     with pytest.raises(ValueError, match=f"{what}.wav: .*({message})"):
         read_sound(path)
+
+
+def test_a_file_shorter_than_it_promises_is_named(tmp_path, monkeypatch):
+    path = tmp_path / "a.flac"
+    soundfile.write(path, tone(300, 3.0, 8000), 8000)
+    read = soundfile.SoundFile.read
+    monkeypatch.setattr(soundfile.SoundFile, "read", lambda self, *a, **k: read(self, *a, **k)[:100] if self.tell() == 0
+                        else read(self, *a, **k)[:0])  # fmt: skip
+    with pytest.raises(ValueError, match=r"a.flac: is cut off: it has 100 of 24,000 samples"):
+        read_sound(path)
+
+
+def test_a_head_that_counts_itself_is_whole(tmp_path):
+    path = tmp_path / "a.wav"
+    soundfile.write(path, tone(300, 0.5, 8000), 8000)
+    content = bytearray(path.read_bytes())
+    content[4:8] = len(content).to_bytes(4, "little")
+    path.write_bytes(content)
+    assert len(read_sound(path)) == RATE // 2
+
+
+def test_sound_too_loud_for_its_features_is_refused():
+    with pytest.raises(ValueError, match="is too loud"):
+        log_mel(1e25 * torch.from_numpy(tone(300, 0.5, RATE)))
 
 
 def test_folders_and_missing_files_are_named(tmp_path):

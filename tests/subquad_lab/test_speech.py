@@ -3,6 +3,9 @@
 import itertools
 import json
 import math
+import re
+import shutil
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -14,9 +17,10 @@ from small_runs import tone, write_digits
 from subquad_lab import UsageError, runs
 from subquad_lab.cli import main
 from subquad_lab.configs import config_from, presets, read
+from subquad_lab.data.sound import features, read_sound
 from subquad_lab.data.speech import END, PAD, START, characters
 from subquad_lab.experiments import speech
-from subquad_lab.experiments.speech import Config, make_model
+from subquad_lab.experiments.speech import Config, make_model, measures, side_by_side, spelled
 from subquad_lab.models import parameters
 from subquad_lab.models.speech import Speech, sinusoids, spell
 from subquad_lab.records import RESULT, Run
@@ -50,7 +54,7 @@ def some_sound(*lengths: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize(("decoder", "count"), [("lstm", 658_435), ("attention", 517_035)])
 def test_the_networks_have_the_published_numbers_of_parameters(decoder, count):
-    found = parameters(make_model(Config(decoder=decoder)))
+    found = parameters(make_model(Config(decoder=decoder, characters=97)))
     assert found == {"encoder": 812_800, "decoder": count, "total": 812_800 + count}
 
 
@@ -66,8 +70,11 @@ def test_padding_is_seen_by_no_layer(decoder, method):
     for i, length in enumerate(lengths.tolist()):
         alone = model(frames[i : i + 1, :length], lengths[i : i + 1], tokens[i : i + 1])
         assert torch.allclose(alone, beside[i : i + 1], atol=2e-5), i
-    shorter = model(frames, lengths - 2, tokens)
-    assert not torch.allclose(shorter, beside, atol=1e-3)  # What is no padding is seen.
+    for i, length in enumerate(lengths.tolist()):  # What is no padding is seen, to the last frame.
+        louder = frames.clone()
+        louder[i, length - 1] += 5
+        assert not torch.allclose(model(louder, lengths, tokens)[i], beside[i], atol=1e-3), i
+    assert model.encoder(frames, lengths)[1].sum(1).tolist() == [11, 20, 4]
 
 
 @pytest.mark.parametrize("decoder", DECODERS)
@@ -148,11 +155,14 @@ def test_greedy_spelling_takes_the_likeliest_each_time(decoder, method):
 def test_many_beams_find_the_best_of_all_texts(decoder):
     """With as many beams as there are texts nothing is lost: compared with every text of up to 3 of 4 characters."""
     never = [START, PAD, *range(7, 35)]  # leaves END, UNKNOWN and three letters
-    model = network(decoder=decoder, seed=3)
+    model = network(decoder=decoder, seed={"lstm": 2, "attention": 0}[decoder])
     frames, lengths = some_sound(16, 25)
-    with torch.no_grad():
-        model.decoder.out.weight *= 8  # so that texts differ
+    with torch.no_grad():  # so that a character depends on those before it, and few texts end at once
+        model.decoder.out.weight *= 3
+        model.decoder.embedding.weight *= 6
+        model.decoder.out.bias[END] -= 0.5
     found = spell(model, frames, lengths, START, END, never, 3, beams=80)
+    assert found != spell(model, frames, lengths, START, END, never, 3)  # Greedily it is missed.
     for i in range(2):
         best, best_score = None, -math.inf
         for size in range(4):
@@ -175,7 +185,7 @@ def test_more_beams_find_likelier_texts():
         frames, lengths = some_sound(20)
         one, many = (spell(model, frames, lengths, START, END, [START, PAD], 6, beams)[0] for beams in (1, 16))
         with_end = [[*text, END] if len(text) < 6 else text for text in (one, many)]
-        first, second = (float(score(model, frames, lengths, text).mean()) for text in with_end)
+        first, second = (score(model, frames, lengths, text).mean().item() for text in with_end)
         assert second >= first - 1e-5
         likelier += second > first + 1e-5
     assert likelier >= 2
@@ -239,19 +249,61 @@ def test_the_loss_is_the_mean_of_the_clips_and_padding_does_not_count(digits):
 
 
 def test_evaluation_is_that_of_each_clip_alone(digits):
-    task = speech.build(Config(data=digits, clips=60, batch=6, **SMALL))
+    task = speech.build(Config(data=digits, clips=60, batch=6, characters=20, **SMALL))
     task.model.eval()
     before = {name: tensor.clone() for name, tensor in task.model.state_dict().items()}
     found = task.evaluate("test", lambda: None)
     part, wanted, given = task.clips.test, [], []
     for i in range(len(part)):
         wanted.append(characters(part.texts[i]))
-        given += task.spelled(*task.side_by_side([part[i]]))
-    similar = [damerau([START, *t, END], [START, *g, END]) for t, g in zip(wanted, given, strict=True)]
+        given += spelled(task.config, task.model, *side_by_side(task.config, [part[i]]))
+    similar = [damerau([START, *t[:20], END], [START, *g, *([END] * (len(g) < 20))])
+               for t, g in zip(wanted, given, strict=True)]  # fmt: skip
     assert found["damerau"] == pytest.approx(sum(similar) / len(similar))
     assert found["character_error"] == pytest.approx(error_rate(wanted, given))
+    alone = measures(part.texts, given, 20)
+    assert {name: found[name] for name in alone} == pytest.approx(alone)
+    losses = [task.loss(task.model, task.rows(part, [i]), {})[0].item() for i in range(len(part))]
+    assert found["loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-5)
     assert found.keys() == {"character_error", "word_error", "jaccard", "cosine", "damerau", "loss"}
     assert all(torch.equal(before[name], tensor) for name, tensor in task.model.state_dict().items())
+
+
+def test_error_rates_see_the_whole_text_and_similarities_the_published_one():
+    """Worked out by hand."""
+    found = measures(["ab cd; e", "x"], [characters("ab cd"), characters("x")], 5)
+    assert found["character_error"] == pytest.approx(3 / 9)  # "; e" is missing
+    assert found["word_error"] == pytest.approx(2 / 4)  # "cd;" is "cd", and "e" is missing
+    # Cut to 5 characters the first text is the same, but for the end that it did not come to: 6 of 7.
+    assert found["damerau"] == pytest.approx((6 / 7 + 1) / 2)
+    assert found["jaccard"] == pytest.approx((6 / 7 + 1) / 2)
+    assert found["cosine"] == pytest.approx((6 / math.sqrt(42) + 1) / 2)
+
+
+def test_another_seed_is_another_order(digits):
+    orders = [speech.build(Config(data=digits, clips=60, batch=6, seed=seed, **SMALL))._ordered(0) for seed in (0, 1)]
+    assert not torch.equal(*orders)
+
+
+def test_what_is_cut_is_counted(digits):
+    task = speech.build(Config(data=digits, clips=60, batch=6, frames=40, characters=20, **SMALL))
+    about, parts = task.about()["data"], (task.clips.train, task.clips.valid, task.clips.test)
+    lengths = torch.cat([part.lengths for part in parts])
+    assert about["cut_clips"] == (lengths > 40).sum() > 0
+    assert about["cut_texts"] == sum(len(text) > 20 for part in parts for text in part.texts) > 0
+    learned = [n for n, text in zip(task.clips.train.lengths.tolist(), task.clips.train.texts, strict=True)
+               if n <= 40 and len(text) <= 20]  # fmt: skip
+    assert about["longest"] == max(learned)
+
+
+def test_the_published_preset_is_what_was_published():
+    wanted = dict(
+        seed=42, epochs=15, batch=64, optimizer="adamw", weight_decay=0.01, lr=0.001, schedule="epochs", warmup=0,
+        clip=None, weights="last", resample=False, dropout=0.0, smoothing=0.1, characters=97, frames=2754, masks=False,
+        width=200, heads=2, blocks=2, method="exact",
+    )  # fmt: skip
+    config = config_from("speech", read(presets("speech")["published"]), "published")
+    assert {name: getattr(config, name) for name in wanted} == wanted
 
 
 def test_the_published_set_up_pads_all_and_hides_nothing(digits):
@@ -262,6 +314,8 @@ def test_the_published_set_up_pads_all_and_hides_nothing(digits):
     assert frames.shape == (4, 2754, 80)
     assert lengths.tolist() == [2754] * 4
     assert tokens.shape == (4, 99)
+    sizes = task.clips.train.lengths[task._ordered(0)].float()
+    assert sizes.view(-1, 4).std(1).mean() > 0.5 * sizes.std()  # not sorted by length
     task.model.eval()
     logits = task.model(frames, lengths, tokens[:, :-1])
     wanted = F.cross_entropy(logits.mT, tokens[:, 1:], label_smoothing=0.1)
@@ -269,7 +323,7 @@ def test_the_published_set_up_pads_all_and_hides_nothing(digits):
 
 
 def test_the_published_rates_go_by_epochs():
-    settings = Config(epochs=15, lr=1e-3, schedule="epochs")
+    settings = Config(epochs=15, lr=1e-3, schedule="epochs", warmup=0)
     rates = [rate(settings, Progress(epoch=epoch, step=10 * epoch), 150) for epoch in range(15)]
     assert rates[:3] == pytest.approx([1e-5, 5.05e-4, 1e-3])
     assert np.diff(rates[2:]) == pytest.approx([-(1e-3 - 1e-5) / 12] * 12)
@@ -280,8 +334,12 @@ def test_the_published_rates_go_by_epochs():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (dict(width=9), "width: expected an even number that 2 heads divide, found 9"),
+        (dict(width=9), "width: expected an even number >= 4 that 2 heads divide, found 9"),
+        (dict(width=2), "width: expected an even number >= 4"),
         (dict(heads=3), "width: expected an even number"),
+        (dict(schedule="epochs"), "warmup: expected none with the schedule by epochs, found 100"),
+        (dict(schedule="epochs", warmup=0, steps=9), "steps: expected none with the schedule by epochs, found 9"),
+        (dict(schedule="epochs", warmup=0, epochs=3), "epochs: expected at least 4 for the schedule by epochs"),
         (dict(clips=0), "clips: expected a whole number >= 1, found 0"),
         (dict(frames=1), "frames: expected a whole number >= 2, found 1"),
         (dict(dropout=1.0), "dropout: expected a number from 0 to below 1"),
@@ -326,7 +384,24 @@ def test_a_run_leaves_its_figures_and_pictures(trained, capsys):
     assert main(["evaluate", str(trained)]) == 0
     assert f"damerau {result['test']['damerau']:.4g}" in capsys.readouterr().out
     assert main(["report", str(trained), "--out", str(trained / "page.html")]) == 0
-    assert "LSTM decoder" in (trained / "page.html").read_text()  # the published figures
+    page = (trained / "page.html").read_text()
+    assert "LSTM decoder" in page  # the published figures
+    assert "data:image/png" in page  # the maps,
+    assert "img-src data:" in page  # which a browser shows only if it may
+
+
+@pytest.mark.parametrize(
+    "content", ['{"clips": [1]}', '{"clips": []}', '{"clips": [{"given": "a", "weights": [[1]]}]}']
+)
+def test_records_that_are_not_maps_are_said(trained, content, capsys):
+    (trained / "looks.json").write_text(content)
+    assert main(["report", str(trained), "--out", str(trained / "page.html")]) == 2
+    assert "looks.json: expected" in capsys.readouterr().err
+
+
+def test_options_without_effect_are_said(digits):
+    with pytest.warns(UserWarning, match="--decoder-method taylor:2 has no effect"):
+        speech.build(Config(data=digits, clips=36, batch=4, decoder="lstm", decoder_method="taylor:2", **SMALL))
 
 
 def test_clips_that_are_left_out_are_counted_in_the_result(digits, tmp_path, capsys, recwarn):
@@ -347,8 +422,8 @@ def test_both_decoders_are_compared(digits, tmp_path, capsys):
     options = ["--data", digits, *OPTIONS, "--steps", "3", "--out", str(tmp_path / "compared")]
     assert main(["compare", "speech", *options]) == 0
     out = capsys.readouterr().out
-    assert "lstm" in out
-    assert "attention" in out
+    for decoder in ("lstm", "attention"):
+        assert re.search(rf"^{decoder}, test: word-error [\d.]+, jaccard [\d.]+, cosine", out, re.MULTILINE)
     assert {folder.name for folder in (tmp_path / "compared").iterdir() if folder.is_dir()} == {"lstm", "attention"}
 
 
@@ -359,27 +434,47 @@ def test_transcribing_files(trained, digits, tmp_path, capsys):
     assert main(["transcribe", str(trained), str(tmp_path / "clip.wav"), str(tmp_path / "long.flac")]) == 0
     first, *others = capsys.readouterr().out.splitlines()
     assert first.startswith(f"{tmp_path / 'clip.wav'}: ")
-    assert len(others) >= 3
-    assert others[0].startswith(f"{tmp_path / 'long.flac'} 0.0-")
-    assert main(["transcribe", str(trained), str(tmp_path / "clip.wav"), "--beams", "1"]) == 0
+    spans = [re.fullmatch(rf"{tmp_path / 'long.flac'} ([\d.]+)-([\d.]+) s: .*", line).groups() for line in others]
+    assert len(spans) >= 3
+    assert spans[0][0] == "0.0"
+    assert all(end == begin for (_, end), (begin, _) in pairwise(spans))
+    assert spans[-1][1] == "3.4"  # 8 times 0.18 s of tones and 0.25 s of silence
     _, task = runs.trained(trained)
+    for beams in (1, 4):
+        capsys.readouterr()
+        assert main(["transcribe", str(trained), str(tmp_path / "clip.wav"), "--beams", str(beams)]) == 0
+        heard = features(read_sound(tmp_path / "clip.wav")).float()
+        wanted = spelled(task.config, task.model, *side_by_side(task.config, [heard]), beams)[0]
+        assert capsys.readouterr().out == f"{tmp_path / 'clip.wav'}: {speech.text_of(wanted)}\n"
     part = task.clips.test
-    text = speech.text_of(task.spelled(*task.side_by_side([part[0]]), 1)[0])
+    text = speech.text_of(spelled(task.config, task.model, *side_by_side(task.config, [part[0]]))[0])
     assert json.loads((trained / "looks.json").read_text())["clips"][0]["given"] == text
+
+
+def test_transcribing_needs_no_training_data(trained, digits, tmp_path, capsys):
+    soundfile.write(tmp_path / "clip.wav", tone(400, 0.3, 8000), 8000)
+    shutil.rmtree(digits)
+    shutil.rmtree(tmp_path / "cache")
+    assert main(["transcribe", str(trained), str(tmp_path / "clip.wav")]) == 0
+    assert capsys.readouterr().out
 
 
 def test_files_that_cannot_be_heard_are_named_and_the_others_are_heard(trained, tmp_path, capsys):
     soundfile.write(tmp_path / "clip.wav", tone(400, 0.3, 8000), 8000)
     soundfile.write(tmp_path / "silent.wav", np.zeros(8000), 8000)
+    soundfile.write(tmp_path / "loud.wav", 1e25 * tone(400, 0.3, 8000), 8000, subtype="FLOAT")
     (tmp_path / "empty.wav").write_bytes(b"")
-    files = [str(tmp_path / f"{name}.wav") for name in ("silent", "empty", "none", "clip")]
+    files = [str(tmp_path / f"{name}.wav") for name in ("silent", "empty", "none", "clip", "loud")]
     assert main(["transcribe", str(trained), *files]) == 2
     said = capsys.readouterr()
     assert said.out.startswith(f"{files[3]}: ")
-    assert all(f"{file}: {why}" in said.err for file, why in zip(files, ("is silent", "is empty", "there is no"),
-                                                                 strict=False))  # fmt: skip
-    assert "FILES: 3 of 4 could not be heard" in said.err
-    assert main(["transcribe", str(trained), files[3], "--beams", "0"]) == 2
+    reasons = "is silent", "is empty", "there is no", "is too loud"
+    for file, why in zip(files[:3] + files[4:], reasons, strict=True):
+        assert f"{file}: {why}" in said.err
+    assert "FILES: 4 of 5 could not be heard" in said.err
+    for beams in ("0", "101"):
+        assert main(["transcribe", str(trained), files[3], "--beams", beams]) == 2
+        assert f"--beams: expected a whole number from 1 to 100, found {beams}" in capsys.readouterr().err
 
 
 def test_only_a_speech_model_hears(tmp_path, text, capsys):
@@ -417,7 +512,7 @@ def test_synthesis_goes_on_where_it_was_and_comes_to_the_same(tmp_path, monkeypa
     say, said = Speaker.say, []
 
     def stopped(self, text, **how):
-        if len(said) == 3:
+        if len(said) == 4:  # a word of the voice, and three clips
             raise KeyboardInterrupt
         said.append(text)
         return say(self, text, **how)
@@ -429,7 +524,7 @@ def test_synthesis_goes_on_where_it_was_and_comes_to_the_same(tmp_path, monkeypa
     spoken = []
     monkeypatch.setattr(Speaker, "say", lambda self, text, **how: spoken.append(text) or say(self, text, **how))
     assert main(["synthesize", str(table), str(tmp_path / "parts")]) == 0
-    assert len(spoken) == 5
+    assert len(spoken) == 1 + 5
     for path in (tmp_path / "whole").rglob("*"):
         if path.is_file():
             assert path.read_bytes() == (tmp_path / "parts" / path.relative_to(tmp_path / "whole")).read_bytes()
@@ -457,9 +552,9 @@ def test_a_folder_may_grow_but_not_change(tmp_path, capsys):
     [
         ("", [], "has no line with"),
         ("no bars\n", [], "has no line with"),
-        ("a|b\na|c\n", [], "has the id a more than once"),
         ("a|b\n", ["--clips", "0"], "--clips: expected a whole number >= 1, found 0"),
-        ("a|b\n", ["--voices", "nobody"], "--voices: espeak-ng spoke none"),
+        ("a|b\n", ["--voices", "en-us,nobody"], "--voices: espeak-ng has no voice 'nobody'"),
+        ("a|b\n", ["--voices", "en-us,"], "--voices: espeak-ng has no voice ''"),
     ],
 )
 def test_what_cannot_be_synthesised_is_said(tmp_path, capsys, content, options, message):
@@ -469,6 +564,20 @@ def test_what_cannot_be_synthesised_is_said(tmp_path, capsys, content, options, 
     error = capsys.readouterr().err
     assert message in error
     assert "Traceback" not in error
+    assert not (tmp_path / "out").exists()  # A second try may say it right.
+
+
+def test_lines_that_cannot_be_spoken_are_named_and_counted(tmp_path, capsys):
+    table = tmp_path / "texts.csv"
+    table.write_text("a|one|one\n\nno bars\na|two|two\nb|...|...\nc||\nd|two|two\n")
+    assert main(["synthesize", str(table), str(tmp_path / "out"), "--voices", "en-us, en-gb-x-rp"]) == 0
+    said = capsys.readouterr()
+    assert "2 clips, 4 left out" in said.out
+    assert "texts.csv, line 3: is not id|text|normalised text" in said.err
+    assert "texts.csv, line 4: has the id a, which was there before" in said.err
+    assert "b: there is nothing to say in '...'" in said.err
+    assert "c: has no text" in said.err
+    assert {path.name for path in (tmp_path / "out" / "wavs").iterdir()} == {"a.wav", "d.wav"}
 
 
 def test_a_text_that_cannot_be_spoken_is_named_and_the_others_are(tmp_path, capsys, monkeypatch):

@@ -2,6 +2,8 @@
 
 import os
 import shutil
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 
@@ -12,7 +14,7 @@ import torch
 
 from small_runs import tone, write_digits
 from subquad._cache import cache_folder
-from subquad_lab import UsageError
+from subquad_lab import RunError, UsageError
 from subquad_lab.data import clips as features
 from subquad_lab.data import espeak
 from subquad_lab.data.espeak import Speaker
@@ -74,12 +76,73 @@ def test_a_voice_that_is_unknown_is_named_and_the_next_text_is_spoken():
 
 
 def test_without_the_extra_the_message_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(espeak, "find_spec", lambda name: None)
-    with pytest.raises(UsageError, match=r"pip install 'subquad\[speech\]'"):
-        load_speech(None, clips=24)
+    with monkeypatch.context() as patch:
+        patch.setattr(espeak, "find_spec", lambda name: None)
+        with pytest.raises(UsageError, match=r"pip install 'subquad\[speech\]'"):
+            load_speech(None, clips=24)
+    assert len(load_speech(None, clips=24).train) == 20  # Once it is there, nothing is left of the failure.
 
 
-def test_spoken_numbers_are_in_one_part_alone_and_the_same_each_time(monkeypatch):
+def test_what_failed_once_is_tried_again(monkeypatch):
+    say, said = Speaker.say, []
+
+    def fails_once(self, text, **how):
+        said.append(text)
+        if len(said) == 3:
+            raise ValueError("not now")
+        return say(self, text, **how)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Speaker, "say", fails_once)
+        with pytest.warns(UserWarning, match="1 of 24 clips"):
+            once = load_speech(None, clips=24)
+    whole = load_speech(None, clips=24)
+    assert len(once.train) == len(whole.train) - 1
+    assert once.checksum != whole.checksum
+
+
+def test_the_checksum_is_that_of_what_is_heard(monkeypatch):
+    whole = load_speech(None, clips=24)
+    with monkeypatch.context() as patch:
+        patch.setattr(espeak, "version", lambda: "another")  # which is not taken from the cache
+        assert load_speech(None, clips=24).checksum == whole.checksum
+        say = Speaker.say
+        patch.setattr(espeak, "version", lambda: "a third")
+        patch.setattr(Speaker, "say", lambda self, text, **how: say(self, text, **how)[::-1][1:-1])
+        assert load_speech(None, clips=24).checksum != whole.checksum
+
+
+def test_nothing_is_imported_from_the_current_folder(tmp_path, monkeypatch):
+    (tmp_path / "ctypes.py").write_text("raise SystemExit('imported from the current folder')")
+    monkeypatch.chdir(tmp_path)
+    with Speaker() as speaker:
+        assert speaker.say("one")
+
+
+def test_an_answer_that_ends_too_soon_is_said(monkeypatch):
+    code = "import sys; sys.stdin.readline(); sys.stdout.buffer.write(b'\\xe8\\x03\\0\\0' + bytes(10))"
+    command = [sys.executable, "-c", code]
+    with Speaker() as speaker:
+        speaker.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        with pytest.raises(RunError, match="has ended while it spoke"):
+            speaker.say("one")
+
+
+def test_the_speaker_ends_quietly_when_it_is_left_alone(tmp_path):
+    code = ("from subquad_lab.data.espeak import Speaker; s = Speaker(); s.say('one'); "
+            "s.process.stdin.write(b'{\"text\": \"one\", \"voice\": \"en-us\", \"speed\": 175, \"pitch\": 50}\\n' * 9);"
+            " s.process.stdin.flush(); print(s.process.pid, flush=True); import os; os._exit(0)")  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip().isdigit()
+    assert done.stderr == ""
+
+
+def test_numbers_can_be_heard_at_their_own_rate():
+    own, resampled = (load_speech(None, clips=24, resample=resample) for resample in (False, True))
+    assert own.train.lengths.sum() / resampled.train.lengths.sum() == pytest.approx(22_050 / 16_000, rel=0.01)
+
+
+def test_spoken_numbers_are_in_one_part_alone_and_the_same_each_time():
     found = load_speech(None, clips=48)
     assert found.name == "spoken numbers, synthetic"
     assert [len(part) for part in (found.train, found.valid, found.test)] == [40, 4, 4]
@@ -88,8 +151,7 @@ def test_spoken_numbers_are_in_one_part_alone_and_the_same_each_time(monkeypatch
     shutil.rmtree(cache_folder())
     again = load_speech(None, clips=48)
     assert torch.equal(again.train.frames, found.train.frames)
-    monkeypatch.setattr(espeak, "find_spec", lambda name: None)
-    assert load_speech(None, clips=48).checksum == found.checksum  # Those that are kept need no espeak.
+    assert again.checksum == found.checksum
 
 
 @pytest.mark.parametrize("clips", [0, 23, 10_001])
@@ -111,6 +173,36 @@ def test_a_folder_like_that_of_ljspeech(tmp_path, below):
     wanted = log_mel(read_sound(folder / "wavs" / "C03.wav"))
     assert torch.equal(found.train[3], wanted.half().float())
     assert len(load_speech(str(tmp_path / "data"), clips=8).train) == 6
+
+
+def test_the_published_split(tmp_path, monkeypatch):
+    (tmp_path / "metadata.csv").write_text("".join(f"C{i}|a|a\n" for i in range(13_100)))
+    seen = {}
+    monkeypatch.setattr("subquad_lab.data.speech.featured", lambda name, parts, how: seen.update(parts))
+    load_speech(str(tmp_path))
+    assert [(seen[part][0].name, seen[part][-1].name) for part in ("train", "valid", "test")] == [
+        ("C0", "C9824"), ("C9825", "C10479"), ("C10480", "C13099")
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("lines", [0, 1, 4])
+def test_a_table_with_too_few_lines_is_refused(tmp_path, lines):
+    folder = write_table(tmp_path / "data", lines)
+    with pytest.raises(UsageError, match=f"expected at least 5 lines of .*metadata.csv, found {lines}"):
+        load_speech(str(folder))
+
+
+@pytest.mark.parametrize("clips", [0, 11, 100_001])
+def test_too_few_or_too_many_strings_are_refused(tmp_path, clips):
+    with pytest.raises(UsageError, match=f"clips: expected 12 to 100,000 strings of digits, found {clips:,}"):
+        load_speech(str(write_digits(tmp_path / "digits")), clips=clips)
+
+
+def test_an_hour_is_no_clip(tmp_path, monkeypatch):
+    monkeypatch.setattr(features, "LONGEST", 0.28)
+    with pytest.warns(UserWarning, match=r"C19: lasts 0 s; expected at most 0.28 s"):
+        found = load_speech(str(write_table(tmp_path / "data")))
+    assert len(found.skipped) == 1
 
 
 def test_without_resampling_sound_is_taken_as_it_is(tmp_path):
@@ -135,15 +227,17 @@ def test_what_cannot_be_used_is_left_out_named_and_counted(tmp_path):
     soundfile.write(wavs / "C03.wav", np.zeros(8000), 8000)
     (wavs / "C04.wav").write_text("no sound")
     lines = (folder / "metadata.csv").read_text().splitlines()
-    lines[5], lines[6], lines[7] = "C05||", "no bars at all", "../C07|up|up"
-    (folder / "metadata.csv").write_text("\n".join(lines))
-    with pytest.warns(UserWarning, match="8 of 20 clips of data are left out: C00: .* no such file; .*; and 5 more"):
+    soundfile.write(wavs / "C08.wav", 1e25 * tone(300, 0.2, 8000), 8000, subtype="FLOAT")
+    lines[5], lines[6], lines[7], lines[9] = "C05||", "no bars at all", "../C07|up|up", "C10|before it|comes"
+    (folder / "metadata.csv").write_text("\n" + "\n".join(lines))
+    with pytest.warns(UserWarning, match="10 of 20 clips of data are left out: C00: .* no such file; .*; and 7 more"):
         found = load_speech(str(folder))
-    reasons = ["no such file", "is empty", "is cut off", "is silent", "cannot be read", "no text", "line 7", "line 8"]
-    assert len(found.skipped) == 8
+    reasons = ["no such file", "is empty", "is cut off", "is silent", "cannot be read", "no text", "line 8: is not id",
+               "line 9: is not id", "is too loud", "line 12: has the id C10, which was there before"]  # fmt: skip
+    assert len(found.skipped) == 10
     assert all(reason in line for reason, line in zip(reasons, found.skipped, strict=True))
-    assert found.train.names == [f"C{i:02}" for i in range(8, 15)]
-    with pytest.warns(UserWarning, match="8 of 20"):
+    assert found.train.names == [f"C{i:02}" for i in range(10, 15)]
+    with pytest.warns(UserWarning, match="10 of 20"):
         assert load_speech(str(folder)).skipped == found.skipped  # from the cache as well
 
 
@@ -201,8 +295,9 @@ def test_digits_are_split_before_they_are_joined(tmp_path, monkeypatch, split):
             assert text == " ".join(DIGITS[int(name[0])] for name in names)
             assert len({name.split("_")[1] for name in names}) == 1  # of one speaker
     where = 2 if split == "index" else 1
-    assert {name.split("_")[where] for name in files["test"]} == {"0" if split == "index" else "cid"}
-    assert {name.split("_")[where] for name in files["valid"]} == {"5" if split == "index" else "bob"}
+    assert {name.split("_")[where] for name in files["test"]} == ({"0", "4"} if split == "index" else {"cid"})
+    assert {name.split("_")[where] for name in files["valid"]} == ({"5", "9"} if split == "index" else {"bob"})
+    assert {name.split("_")[where] for name in files["train"]} == ({"10"} if split == "index" else {"ann"})
 
 
 def test_strings_are_their_digits_one_after_another(tmp_path):
@@ -277,6 +372,11 @@ def test_a_cache_that_cannot_be_written_is_done_without(tmp_path, monkeypatch):
     monkeypatch.setenv("SUBQUAD_CACHE", str(tmp_path / "file"))
     with pytest.warns(UserWarning, match="features are not kept"):
         assert len(load_speech(str(write_table(tmp_path / "data"))).train) == 15
+    monkeypatch.delenv("SUBQUAD_CACHE")
+    monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    with pytest.warns(UserWarning, match="features are not kept: no home"):
+        assert len(load_speech(str(tmp_path / "data")).train) == 15
 
 
 # --- Real data ----------------------------------------------------------------------------------------------------

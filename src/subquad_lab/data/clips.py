@@ -19,12 +19,14 @@ from torch import Tensor
 
 from subquad._cache import cache_folder
 from subquad_lab import UsageError
-from subquad_lab.data.sound import MELS, QUIET, log_mel
-from subquad_lab.files import write_whole
+from subquad_lab.data.sound import MELS, STEP, features
+from subquad_lab.data.sound import RATE as SAMPLES
+from subquad_lab.files import locked, made_whole, write_whole
 
 PARTS = ("train", "valid", "test")
 VERSION = 1  # of the features
 NAMED = 3  # clips that a warning names
+LONGEST = 60  # seconds of a clip, which is in a batch as a whole
 
 
 class Utterance(NamedTuple):
@@ -60,7 +62,7 @@ class Part:
 @dataclass(frozen=True)
 class Clips:
     name: str
-    checksum: str  # SHA-256 of what the features follow from: files, or what is synthesised, and texts
+    checksum: str  # SHA-256 of all features and texts
     train: Part
     valid: Part
     test: Part
@@ -79,12 +81,16 @@ def featured(name: str, parts: dict[str, list[Utterance]], how: object) -> Clips
     described = [
         [part, u.name, u.text, [_checksum(file, known) for file in u.files]] for part in PARTS for u in parts[part]
     ]
-    key = hashlib.sha256(json.dumps([VERSION, name, how, described]).encode()).hexdigest()
-    path = cache_folder() / "speech" / f"{key[:32]}.safetensors"
-    found = _read(path, name, key)
-    if found is None:
-        found = _computed(name, key, parts)
-        _write(path, found)
+    key = hashlib.sha256(json.dumps([VERSION, how, described]).encode()).hexdigest()
+    try:
+        path = cache_folder() / "speech" / f"{key[:32]}.safetensors"
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError) as error:  # such as a user without a home
+        warnings.warn(f"features are not kept: {error}", stacklevel=2)
+        found = _computed(name, parts)
+    else:
+        with locked(path.parent, wait=True):  # Of several processes one computes, and the others read.
+            found = _read(path, name) or _kept(path, _computed(name, parts), parts)
     for part in PARTS:
         if not len(getattr(found, part)):
             reason = found.skipped[0] if found.skipped else "there are none"
@@ -107,7 +113,7 @@ def _checksum(file: Path, known: dict[Path, str]) -> str:
     return known[file]
 
 
-def _computed(name: str, key: str, parts: dict[str, list[Utterance]]) -> Clips:
+def _computed(name: str, parts: dict[str, list[Utterance]]) -> Clips:
     skipped: list[str] = []
     made = {}
     console = Console(stderr=True)
@@ -116,6 +122,8 @@ def _computed(name: str, key: str, parts: dict[str, list[Utterance]]) -> Clips:
         for utterance in track(parts[part], f"features, {part}", console=console, disable=not console.is_terminal):
             try:
                 frames.append(_features(utterance))
+            except UsageError:  # is no matter of this clip
+                raise
             except ValueError as error:
                 skipped.append(f"{utterance.name}: {error}")
                 continue
@@ -123,34 +131,52 @@ def _computed(name: str, key: str, parts: dict[str, list[Utterance]]) -> Clips:
             names.append(utterance.name)
         ends = torch.tensor([len(clip) for clip in frames], dtype=torch.int64).cumsum(0)
         made[part] = Part(torch.cat(frames) if frames else torch.zeros(0, MELS).half(), ends, texts, names)
-    return Clips(name, key, **made, skipped=skipped)
+        frames.clear()
+    return Clips(name, _checksum_of(made), **made, skipped=skipped)
 
 
 def _features(utterance: Utterance) -> Tensor:
+    samples = utterance.sound()
     if not utterance.text.strip():
         raise ValueError("has no text")
-    samples = utterance.sound()
-    if float(samples.abs().max()) < QUIET:
-        raise ValueError("is silent")
-    return log_mel(samples).half()
+    made = features(samples)
+    if len(made) * STEP > LONGEST * SAMPLES:
+        raise ValueError(f"lasts {len(made) * STEP / SAMPLES:,.0f} s; expected at most {LONGEST} s")
+    return made
 
 
-def _write(path: Path, clips: Clips) -> None:
-    """A cache that cannot be written is done without."""
-    from safetensors.torch import save
+def _checksum_of(parts: dict[str, Part]) -> str:
+    made = hashlib.sha256()
+    for part in parts.values():
+        made.update(json.dumps(part.texts).encode())
+        for tensor in (part.ends, part.frames):
+            made.update(memoryview(tensor.contiguous().numpy()).cast("B") if tensor.numel() else b"")
+    return made.hexdigest()
 
-    tensors = {f"{part}.{what}": getattr(getattr(clips, part), what) for part in PARTS for what in ("frames", "ends")}
-    words = {part: {"texts": getattr(clips, part).texts, "names": getattr(clips, part).names} for part in PARTS}
-    content = save(tensors, {"words": json.dumps(words), "skipped": json.dumps(clips.skipped)})
+
+def _kept(path: Path, clips: Clips, parts: dict[str, list[Utterance]]) -> Clips:
+    """Written, unless something was left out that another try may bring: only files stay as they are.
+
+    A cache that cannot be written is done without.
+    """
+    from safetensors.torch import save_file
+
+    made = {part: getattr(clips, part) for part in PARTS}
+    if any(not u.files and u.name not in made[part].names for part in PARTS for u in parts[part]):
+        return clips
+    tensors = {f"{part}.{what}": getattr(made[part], what) for part in PARTS for what in ("frames", "ends")}
+    words = {part: {"texts": made[part].texts, "names": made[part].names} for part in PARTS}
+    described = {"words": json.dumps(words), "skipped": json.dumps(clips.skipped), "checksum": clips.checksum}
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, content)
-        write_whole(path.with_suffix(".sha256"), hashlib.sha256(content).hexdigest().encode())
+        with made_whole(path) as temporary:
+            save_file(tensors, temporary, described)
+        write_whole(path.with_suffix(".sha256"), _checksum(path, {}).encode())
     except OSError as error:
         warnings.warn(f"{path.parent}: features are not kept: {error.strerror}", stacklevel=2)
+    return clips
 
 
-def _read(path: Path, name: str, key: str) -> Clips | None:
+def _read(path: Path, name: str) -> Clips | None:
     """None where there is nothing, or something that is not whole."""
     from safetensors import SafetensorError, safe_open
 
@@ -159,8 +185,9 @@ def _read(path: Path, name: str, key: str) -> Clips | None:
             return None
         with safe_open(path, "pt") as file:
             words, skipped = (json.loads(file.metadata()[what]) for what in ("words", "skipped"))
+            checksum = file.metadata()["checksum"]
             parts = {part: Part(file.get_tensor(f"{part}.frames"), file.get_tensor(f"{part}.ends"), **words[part])
                      for part in PARTS}  # fmt: skip
     except (OSError, SafetensorError, KeyError, ValueError, TypeError):
         return None
-    return Clips(name, key, **parts, skipped=skipped)
+    return Clips(name, checksum, **parts, skipped=skipped)

@@ -12,6 +12,7 @@ import os
 import struct
 import subprocess
 import sys
+from importlib import metadata
 from importlib.util import find_spec
 from types import TracebackType
 from typing import Any, Self
@@ -58,13 +59,21 @@ class Speaker:
             raise RunError("espeak-ng has ended before it had spoken") from error
         if size == FAILED:
             raise ValueError(f"espeak-ng cannot say {text[:40]!r} as {voice!r}")
-        return self.process.stdout.read(size)
+        samples = self.process.stdout.read(size)
+        if len(samples) < size:
+            raise RunError("espeak-ng has ended while it spoke")
+        return samples
+
+
+def version() -> str:
+    """Of the package that brings espeak-ng; other versions say other sounds."""
+    return metadata.version("espeakng-loader") if find_spec("espeakng_loader") is not None else "missing"
 
 
 def _started() -> subprocess.Popen[bytes]:
     if find_spec("espeakng_loader") is None:
         raise UsageError("espeak-ng, which speaks, is missing; install it with: pip install 'subquad[speech]'")
-    command = [sys.executable, "-m", "subquad_lab.data.espeak"]
+    command = [sys.executable, "-P", "-m", "subquad_lab.data.espeak"]  # -P: nothing from the current folder
     # A group of its own: Ctrl-C is for the one who asks, who then ends this process too.
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
 
@@ -75,20 +84,35 @@ def main() -> None:
 
     library = ctypes.CDLL(espeakng_loader.get_library_path())
     library.espeak_Initialize(SYNCHRONOUS, 0, espeakng_loader.get_data_path().encode(), DONT_EXIT)
-    for line in sys.stdin.buffer:
-        child = os.fork()
-        if child == 0:
-            try:
-                speak(library, **json.loads(line))
-            except BaseException:
-                os._exit(1)
-            os._exit(0)
-        if os.waitpid(child, 0)[1] != 0:
-            os.write(1, struct.pack("<I", FAILED))
+    try:
+        for line in sys.stdin.buffer:
+            said = _forked(library, line)
+            answer = struct.pack("<I", FAILED) if said is None else struct.pack("<I", len(said)) + said
+            sys.stdout.buffer.write(answer)
+            sys.stdout.buffer.flush()
+    except BrokenPipeError:  # The one who asked is gone.
+        os._exit(0)
 
 
-def speak(library: Any, text: str, voice: str, speed: int, pitch: int) -> None:
-    """In the fork: once, to the standard output."""
+def _forked(library: Any, line: bytes) -> bytes | None:
+    """What a fork says, which has never spoken; None if it fails."""
+    source, sink = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            with os.fdopen(sink, "wb") as out:
+                out.write(speak(library, **json.loads(line)))
+        except BaseException:
+            os._exit(1)
+        os._exit(0)
+    os.close(sink)
+    with os.fdopen(source, "rb") as heard:
+        said = heard.read()
+    return said if os.waitpid(child, 0)[1] == 0 else None
+
+
+def speak(library: Any, text: str, voice: str, speed: int, pitch: int) -> bytes:
+    """In the fork: once."""
     parts: list[bytes] = []
 
     @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_short), ctypes.c_int, ctypes.c_void_p)
@@ -106,9 +130,7 @@ def speak(library: Any, text: str, voice: str, speed: int, pitch: int) -> None:
     library.espeak_SetParameter(PITCH, pitch, 0)
     if library.espeak_Synth(content, size, 0, 0, 0, UTF8, None, None) != 0:
         raise ValueError(text)
-    said = b"".join(parts)
-    with os.fdopen(1, "wb") as out:
-        out.write(struct.pack("<I", len(said)) + said)
+    return b"".join(parts)
 
 
 if __name__ == "__main__":

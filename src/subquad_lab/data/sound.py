@@ -19,7 +19,9 @@ WINDOW, STEP, MELS = 400, 160, 80
 LINEAR, LOGARITHMIC = 200 / 3, np.log(6.4) / 27  # Hz per mel below the corner; per mel above it, of the logarithm
 CORNER = 1000.0
 SHORTEST = WINDOW // 2 + 1  # samples: the ends are mirrored
-LONGEST = 6 * 3600  # seconds of one file, which is in memory as a whole
+RATES = (4_000, 384_000)  # that a file may have
+LONGEST = 2 * 3600  # seconds of one file, which is in memory as a whole
+BLOCK = 1 << 18  # samples that are read at once
 QUIET = 1e-4  # A clip that never gets louder is silent.
 
 
@@ -33,15 +35,19 @@ def read_sound(path: Path, rate: int | None = RATE) -> Tensor:
     try:
         with soundfile.SoundFile(path) as file:
             own, promised = file.samplerate, file.frames
-            if promised > LONGEST * own:
+            if not RATES[0] <= own <= RATES[1]:
+                raise ValueError(f"{path}: has {own:,} samples per second; expected {RATES[0]:,} to {RATES[1]:,}")
+            if promised > LONGEST * min(own, 3 * RATE):
                 raise ValueError(f"{path}: lasts {promised / own / 3600:,.1f} h; expected at most {LONGEST // 3600} h")
-            samples = file.read(dtype="float32", always_2d=True)
-    except (soundfile.SoundFileError, OSError, TypeError) as error:
+            blocks = []
+            while len(block := file.read(BLOCK // file.channels + 1, dtype="float32", always_2d=True)):
+                blocks.append(block.mean(1))
+    except (soundfile.SoundFileError, OSError, TypeError, MemoryError) as error:
         why = getattr(error, "error_string", "") or getattr(error, "strerror", "") or error
         raise ValueError(f"{path}: cannot be read as sound: {why}") from error
-    if len(samples) < promised:
-        raise ValueError(f"{path}: is cut off: it has {len(samples):,} of {promised:,} samples")
-    mono = samples.mean(1)
+    mono = np.concatenate([np.zeros(0, np.float32), *blocks])
+    if len(mono) < promised:
+        raise ValueError(f"{path}: is cut off: it has {len(mono):,} of {promised:,} samples")
     if len(mono) < SHORTEST:
         raise ValueError(f"{path}: has {len(mono)} samples; expected at least {SHORTEST}")
     if not np.isfinite(mono).all():
@@ -59,7 +65,8 @@ def _check_whole(path: Path) -> None:
     size, promised = path.stat().st_size, int.from_bytes(head[4:], "little") + 8
     if not head:
         raise ValueError(f"{path}: is empty")
-    if head[:4] == b"RIFF" and size < promised < 2**32:  # A stream that did not know its length says the most.
+    # A stream that did not know its length says the most; and some count the first eight bytes too.
+    if head[:4] == b"RIFF" and size < promised - 8 and promised < 2**32:
         raise ValueError(f"{path}: is cut off: it has {size:,} of {promised:,} bytes")
 
 
@@ -72,8 +79,15 @@ def resampled(samples: np.ndarray, own: int, rate: int) -> np.ndarray:
     return resample_poly(samples, rate, own).astype(np.float32)
 
 
+def features(samples: Tensor) -> Tensor:
+    """(frames, 80) in half precision, as they are kept; ValueError where there is nothing to hear."""
+    if float(samples.abs().max()) < QUIET:
+        raise ValueError("is silent")
+    return log_mel(samples).half()
+
+
 def log_mel(samples: Tensor, rate: int = RATE) -> Tensor:
-    """(frames, 80) of samples (n); a frame for each step that has begun.
+    """(frames, 80) of samples (n); a frame for each step that has begun. ValueError if they overflow.
 
     >>> log_mel(torch.zeros(16_000)).shape
     torch.Size([100, 80])
@@ -82,6 +96,8 @@ def log_mel(samples: Tensor, rate: int = RATE) -> Tensor:
     waves = torch.stft(samples, WINDOW, STEP, window=window, center=True, return_complex=True)
     power = waves[:, : len(samples) // STEP].abs() ** 2  # The frame that begins at the very end is left out.
     logs = (mel_bank(rate) @ power).clamp(min=1e-10).log10()
+    if not logs.isfinite().all():
+        raise ValueError("is too loud: its power is not finite")
     return ((logs.clamp(min=logs.max() - 8) + 4) / 4).T.contiguous()
 
 
@@ -111,7 +127,8 @@ def cut_at_pauses(samples: Tensor, longest: float) -> list[tuple[int, int]]:
     >>> cut_at_pauses(torch.cat([torch.ones(20_000), torch.zeros(3_200), torch.ones(10_000)]), longest=2.0)
     [(0, 21600), (21600, 33200)]
     """
-    most, width = int(longest * RATE), min(RATE // 10, int(longest * RATE) // 4)
+    most = int(max(longest, 0.5) * RATE)
+    width = RATE // 10
     if len(samples) <= most:
         return [(0, len(samples))]
     power = torch.nn.functional.avg_pool1d((samples**2)[None], width, STEP)[0]  # of the tenth from i * STEP on

@@ -14,13 +14,14 @@ import random
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from subquad_lab import UsageError
+from subquad_lab.data import espeak
 from subquad_lab.data.clips import PARTS, Clips, Utterance, featured
 from subquad_lab.data.espeak import Speaker
 from subquad_lab.data.sound import RATE, read_sound, resampled
@@ -33,6 +34,8 @@ TENS = ("", "", "twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eight
 VOICES = ("en-us", "gmw/en", "en-gb-scotland", "en-gb-x-rp", "en-us+f4", "en-us+m3", "en-gb-x-rp+f1", "gmw/en+f1")
 SPEEDS, PITCHES = (130, 200), (30, 70)
 CLIPS = 2400
+LEAST_LINES = 5  # of a table: three parts
+MOST_STRINGS = 100_000
 PAUSE = (0.02, 0.12)  # seconds between joined digits
 SYNTHETIC = "synthesis.json"  # in a folder whose clips were synthesised
 Split = Literal["index", "speaker"]
@@ -59,7 +62,8 @@ def load_speech(data: str | None, split: Split = "index", clips: int | None = No
     """
     if data is None:
         with Speaker() as speaker:
-            return featured("spoken numbers, synthetic", _numbers(CLIPS if clips is None else clips, speaker), resample)
+            numbers = _numbers(CLIPS if clips is None else clips, speaker, resample)
+            return featured("spoken numbers, synthetic", numbers, [resample, espeak.version()])
     folder = Path(data)
     if not folder.is_dir():
         what = f"{folder} is a file, not a folder" if folder.exists() else f"there is no folder {folder}"
@@ -98,7 +102,7 @@ def in_words(number: int) -> str:
     return TEENS[number - 10] if number >= 10 else DIGITS[number]
 
 
-def _numbers(clips: int, speaker: Speaker) -> dict[str, list[Utterance]]:
+def _numbers(clips: int, speaker: Speaker, resample: bool) -> dict[str, list[Utterance]]:
     """Below 10,000, each in one part alone."""
     if not 24 <= clips <= 10_000:
         raise UsageError(f"clips: expected 24 to 10,000 spoken numbers, found {clips:,}")
@@ -107,34 +111,51 @@ def _numbers(clips: int, speaker: Speaker) -> dict[str, list[Utterance]]:
     for number in draw.sample(range(10_000), clips):
         text, voice = in_words(number), draw.choice(VOICES)
         how = {"voice": voice, "speed": draw.randint(*SPEEDS), "pitch": draw.randint(*PITCHES)}
-        made.append(Utterance(f"{number} {how}", text, lambda text=text, how=how: _spoken(speaker, text, how)))
+        made.append(
+            Utterance(f"{number} {how}", text, lambda text=text, how=how: _spoken(speaker, text, how, resample))
+        )
     few = clips // 12
     return {"train": made[2 * few :], "valid": made[:few], "test": made[few : 2 * few]}
 
 
-def _spoken(speaker: Speaker, text: str, how: dict[str, Any]) -> Tensor:
+def _spoken(speaker: Speaker, text: str, how: dict[str, Any], resample: bool) -> Tensor:
     samples = np.frombuffer(speaker.say(text, **how), np.int16).astype(np.float32) / 2**15
-    return torch.from_numpy(resampled(samples, speaker.rate, RATE))
+    return torch.from_numpy(resampled(samples, speaker.rate, RATE) if resample else samples)
 
 
 # --- A table of transcripts ---------------------------------------------------------------------------------------
 
 
-def transcripts(table: Path) -> list[tuple[str, str]]:
-    """The id and the text of each line; a line that is none of these has an id that says so, and no text."""
-    made = []
-    for number, line in enumerate(_lines(table), 1):
-        cells = line.split("|")
-        if len(cells) in (2, 3) and re.fullmatch(r"[\w.-]+", cells[0]):
-            made.append((cells[0], cells[-1]))
+class Transcript(NamedTuple):
+    """A line of the table; `fault` says why it cannot be used."""
+
+    name: str
+    text: str
+    fault: str = ""
+
+
+def transcripts(table: Path) -> list[Transcript]:
+    """Each line that is not empty."""
+    made: list[Transcript] = []
+    known: set[str] = set()
+    for number, line in enumerate(_read(table).split("\n"), 1):
+        cells = line.strip("\r").split("|")
+        where = f"{table.name}, line {number}"
+        if not line.strip():
+            continue
+        if len(cells) not in (2, 3) or not re.fullmatch(r"[\w.-]{1,200}", cells[0]):
+            made.append(Transcript(where, "", "is not id|text|normalised text"))
+        elif cells[0] in known:
+            made.append(Transcript(where, "", f"has the id {cells[0]}, which was there before"))
         else:
-            made.append((f"{table.name}, line {number}, which is not id|text|normalised text", ""))
+            made.append(Transcript(cells[0], cells[-1]))
+            known.add(cells[0])
     return made
 
 
-def _lines(table: Path) -> list[str]:
+def _read(table: Path) -> str:
     try:
-        return [line for line in table.read_text("utf-8-sig").splitlines() if line.strip()]
+        return table.read_text("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UsageError(f"{table} is not UTF-8: byte {error.start} is {error.object[error.start]:#04x}") from None
     except OSError as error:
@@ -143,14 +164,22 @@ def _lines(table: Path) -> list[str]:
 
 def _transcribed(table: Path, clips: int | None, resample: bool) -> dict[str, list[Utterance]]:
     made = []
-    for name, text in transcripts(table)[:clips]:
-        path = table.parent / "wavs" / f"{name}.wav"
+    for line in transcripts(table)[:clips]:
+        path = table.parent / "wavs" / f"{line.name}.wav"
         if not path.is_file() and path.with_suffix(".flac").is_file():
             path = path.with_suffix(".flac")
-        made.append(Utterance(name, text, lambda path=path: read_sound(path, RATE if resample else None), (path,)))
+        made.append(Utterance(line.name, line.text, lambda line=line, path=path: _heard(line, path, resample), (path,)))
+    if len(made) < LEAST_LINES:
+        raise UsageError(f"--data: expected at least {LEAST_LINES} lines of {table}, found {len(made)}")
     first = len(made) * 3 // 4
     second = max(first + 1, len(made) * 4 // 5)
     return {"train": made[:first], "valid": made[first:second], "test": made[second:]}
+
+
+def _heard(line: Transcript, path: Path, resample: bool) -> Tensor:
+    if line.fault:
+        raise ValueError(line.fault)
+    return read_sound(path, RATE if resample else None)
 
 
 # --- Digits -------------------------------------------------------------------------------------------------------
@@ -167,6 +196,8 @@ def _joined(found: dict[Path, re.Match[str]], split: Split, clips: int, resample
             return "test" if int(match[3]) < 5 else "valid" if int(match[3]) < 10 else "train"
         return {speakers[-1]: "test", speakers[-2]: "valid"}.get(match[2], "train")
 
+    if not 12 <= clips <= MOST_STRINGS:
+        raise UsageError(f"clips: expected 12 to {MOST_STRINGS:,} strings of digits, found {clips:,}")
     draw, parts = random.Random(0), {}
     for part in PARTS:
         groups: dict[str, list[tuple[Path, int]]] = {}

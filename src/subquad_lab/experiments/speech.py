@@ -6,6 +6,7 @@ A batch holds clips of like length, so that little of it is padding. Padding is 
 count, unless the published set-up is asked for, which pads all clips to one length and hides nothing.
 """
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from subquad_lab import UsageError
+from subquad_lab.configs import config_of
 from subquad_lab.data.clips import Clips, Part
 from subquad_lab.data.sound import MELS
 from subquad_lab.data.speech import ALPHABET, END, PAD, START, UNKNOWN, characters, load_speech, text_of
@@ -60,8 +62,8 @@ class Config(Training):
         blocks: Of the encoder.
         dropout: In all layers.
         smoothing: Of the labels.
-        characters: The most of a text; longer ones are cut.
-        frames: Pad all clips to so many; to the longest of the batch if not given.
+        characters: The most of a text that is learned and spelled; longer ones are cut.
+        frames: Pad all clips to so many, and cut longer ones; to the longest of the batch if not given.
         masks: Whether padding is hidden, in the sound and in the text.
     """
 
@@ -83,7 +85,7 @@ class Config(Training):
     blocks: int = 2
     dropout: float = 0.1
     smoothing: float = 0.1
-    characters: int = 97
+    characters: int = 200
     frames: int | None = None
     masks: bool = True
 
@@ -97,8 +99,8 @@ class Config(Training):
         for name in ("dropout", "smoothing"):
             if not 0 <= getattr(self, name) < 1:
                 raise UsageError(f"{name}: expected a number from 0 to below 1, found {getattr(self, name)}")
-        if self.width % self.heads or self.width % 2:
-            raise UsageError(f"width: expected an even number that {self.heads} heads divide, found {self.width}")
+        if self.width % self.heads or self.width % 2 or self.width < 4:
+            raise UsageError(f"width: expected an even number >= 4 that {self.heads} heads divide, found {self.width}")
         for method in (self.method, self.decoder_method):
             refuse_many_features(method, self.width // self.heads)
 
@@ -134,8 +136,22 @@ class SpeechTask:
             "name": clips.name, "sha256": clips.checksum, "sizes": sizes, "skipped": len(clips.skipped),
             "unknown_characters": sum(text.count(UNKNOWN) for text in texts),
             "cut_texts": sum(len(text) > self.config.characters for text in texts),
+            "cut_clips": sum(int((part.lengths > self._most).sum()) for part in (clips.train, clips.valid, clips.test)),
+            "longest": self._longest(),
         }  # fmt: skip
         return {"data": data, "parameters": parameters(self.model)}
+
+    @property
+    def _most(self) -> int:
+        """Frames of a clip that are seen."""
+        return self.config.frames or 1 << 62
+
+    def _longest(self) -> int:
+        """Frames of the longest training clip that is learned whole, in sound and text; 0 if none is."""
+        part = self.clips.train
+        whole = [int(n) for n, text in zip(part.lengths, part.texts, strict=True)
+                 if n <= self._most and len(text) <= self.config.characters]  # fmt: skip
+        return max(whole, default=0)
 
     def batch(self, epoch: int, index: int) -> Rows:
         if self.order[0] != epoch:
@@ -144,11 +160,13 @@ class SpeechTask:
         return self.rows(self.clips.train, self.order[1][index * size : (index + 1) * size].tolist())
 
     def _ordered(self, epoch: int) -> Tensor:
-        """Drawn at random, sorted by length within a few batches, and those batches drawn again."""
+        """Drawn at random, sorted by length within a few batches, and those batches shuffled."""
         generator = torch.Generator().manual_seed(self.config.seed * 1_000_003 + epoch)
         size, lengths = self.config.batch, self.clips.train.lengths
         order = torch.randperm(len(lengths), generator=generator)
         order = torch.cat([order, order[: self.batches * size - len(order)]])
+        if not self.config.masks:
+            return order  # All clips are padded alike.
         groups = [group[lengths[group].argsort(stable=True)] for group in order.split(SORTED * size)]
         return torch.cat(groups).view(self.batches, size)[torch.randperm(self.batches, generator=generator)].flatten()
 
@@ -158,16 +176,7 @@ class SpeechTask:
         texts = [[START, *characters(part.texts[i])[: config.characters], END] for i in chosen]
         longest = max(map(len, texts)) if config.masks else config.characters + 2
         tokens = torch.tensor([text + [PAD] * (longest - len(text)) for text in texts])
-        return *self.side_by_side([part[i] for i in chosen]), tokens
-
-    def side_by_side(self, clips: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """Frames (b, t, 80) of clips, and how many of them are sound (b)."""
-        clips = [clip[: self.config.frames] for clip in clips]
-        frames = torch.zeros(len(clips), self.config.frames or max(map(len, clips)), MELS)
-        for row, clip in zip(frames, clips, strict=True):
-            row[: len(clip)] = clip
-        lengths = [len(clip) if self.config.masks else frames.shape[1] for clip in clips]
-        return frames, torch.tensor(lengths)
+        return *side_by_side(config, [part[i] for i in chosen]), tokens
 
     def begin(self, rows: int) -> Carry:
         return {}
@@ -199,19 +208,9 @@ class SpeechTask:
             check()
             rows = tuple(x.to(device) for x in self.rows(part, order[begin : begin + PIECE]))
             losses.append(self._losses(self.model, rows).double().cpu())
-            given += self.spelled(rows[0], rows[1])
-        wanted = [characters(part.texts[i])[: self.config.characters] for i in order]
-        pairs = [([START, *t, END], [START, *g, END]) for t, g in zip(wanted, given, strict=True)]
-        figures = {name: sum(f(t, g) for t, g in pairs) / len(pairs) for name, f in SIMILARITIES.items()}
-        words = [[text_of(text).split() for text in texts] for texts in (wanted, given)]
-        return {"character_error": error_rate(wanted, given), "word_error": error_rate(*words), **figures,
-                "loss": float(torch.cat(losses).mean())}  # fmt: skip
-
-    def spelled(self, frames: Tensor, lengths: Tensor, beams: int = 1) -> list[list[int]]:
-        device = next(self.model.parameters()).device
-        return spell(
-            self.model, frames.to(device), lengths.to(device), START, END, [START, PAD], self.config.characters, beams
-        )
+            given += spelled(self.config, self.model, rows[0], rows[1])
+        found = measures([part.texts[i] for i in order], given, self.config.characters)
+        return {**found, "loss": float(torch.cat(losses).mean())}
 
     def records(self) -> dict[str, Any]:
         """What was spelled for the first clips of the test part, where the decoder looked, and what was left out."""
@@ -220,7 +219,7 @@ class SpeechTask:
         looks = []
         for i in range(min(MAPS, len(part))):
             frames, lengths, _ = (x.to(device) for x in self.rows(part, [i]))
-            (given,) = self.spelled(frames, lengths)
+            (given,) = spelled(self.config, self.model, frames, lengths)
             weights = self.model.look(frames, lengths, torch.tensor([[START, *given]], device=device))
             looks.append(
                 {"wanted": part.texts[i], "given": text_of(given), "weights": weights[0].mean(0).cpu().tolist()}
@@ -228,7 +227,41 @@ class SpeechTask:
         return {LOOKS: {"clips": looks}, "skipped": {"clips": self.clips.skipped}}
 
 
+def side_by_side(config: Config, clips: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Frames (b, t, 80) of clips, and how many of them are sound (b)."""
+    clips = [clip[: config.frames] for clip in clips]
+    frames = torch.zeros(len(clips), config.frames or max(map(len, clips)), MELS)
+    for row, clip in zip(frames, clips, strict=True):
+        row[: len(clip)] = clip
+    lengths = [len(clip) if config.masks else frames.shape[1] for clip in clips]
+    return frames, torch.tensor(lengths)
+
+
+def spelled(config: Config, model: Speech, frames: Tensor, lengths: Tensor, beams: int = 1) -> list[list[int]]:
+    device = next(model.parameters()).device
+    limit = config.characters
+    return spell(model, frames.to(device), lengths.to(device), START, END, [START, PAD], limit, beams)
+
+
+def measures(texts: list[str], given: list[list[int]], limit: int) -> dict[str, float]:
+    """Error rates against the whole texts; similarities as published, of texts cut to `limit`, with start and end.
+
+    What has not ended by the limit has no end.
+    """
+    read = [text_of(numbers) for numbers in given]
+    pairs = [([START, *characters(text)[:limit], END], [START, *numbers, *([END] if len(numbers) < limit else [])])
+             for text, numbers in zip(texts, given, strict=True)]  # fmt: skip
+    return {
+        "character_error": error_rate([text.lower() for text in texts], read),
+        "word_error": error_rate([text.lower().split() for text in texts], [text.split() for text in read]),
+        **{name: sum(f(t, g) for t, g in pairs) / len(pairs) for name, f in SIMILARITIES.items()},
+    }
+
+
 def build(config: Config) -> SpeechTask:
+    if config.decoder == "lstm" and config.decoder_method != Config.decoder_method:
+        warnings.warn(f"--decoder-method {config.decoder_method} has no effect: it is of --decoder attention",
+                      stacklevel=2)  # fmt: skip
     return SpeechTask(config, load_speech(config.data, config.split, config.clips, config.resample))
 
 
@@ -269,8 +302,10 @@ def losses_picture(run: Run) -> bytes:
 def looks_picture(run: Run) -> bytes:
     """A map for each clip: characters down, time across."""
     clips = run.read_json(f"{LOOKS}.json").get("clips")
-    if not isinstance(clips, list) or not clips:
+    if not isinstance(clips, list) or not clips or not all(isinstance(clip, dict) for clip in clips):
         raise UsageError(f"{run.folder / LOOKS}.json: expected clips")
+    config = config_of(run)[1]
+    seconds = "seconds" if getattr(config, "resample", True) else "seconds, as if the sound had 16 kHz"
     figure, all_axes = axes_of(len(clips), square=True)
     for clip, axes in zip(clips, all_axes, strict=True):
         weights, given = clip.get("weights"), clip.get("given")
@@ -281,7 +316,7 @@ def looks_picture(run: Run) -> bytes:
         axes.set_yticks(
             [i + 0.5 for i in range(len(weights))], [*(c.replace("$", r"\$") for c in given), "end"], fontsize=7
         )
-        axes.set(xlabel="seconds")
+        axes.set(xlabel=seconds)
     return svg(figure)
 
 
