@@ -1,7 +1,8 @@
 """`subquad bench`: methods against torch's own attention, and against the peak of matrix products.
 
-    speed          seconds of torch's attention / seconds
-    share of peak  (FLOPs of the method's products / seconds) / (FLOPs / seconds of a large product)
+    speed           seconds of torch's attention / seconds
+    share of peak   (FLOPs of the method's products / seconds) / (FLOPs / seconds of a large product)
+    relative error  |out - exact| / |exact|, exact by torch's attention
 
 All are called in turn, in one process and on the same tensors, and the best of several rounds counts: what else the
 machine does then hurts all of them alike.
@@ -28,18 +29,19 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import subquad
 from subquad_lab import UsageError
-from subquad_lab.demo import plain
 from subquad_lab.files import write_whole
 from subquad_lab.measure import Request, call, in_turn, normal_inputs
 from subquad_lab.methods import parse_method
 from subquad_lab.sizes import Case, positive, predicted, refuse_more_than_fits
 
 BASE = "torch"  # its scaled_dot_product_attention
-COLUMNS = ("length", "method", "time", "speed", "share of peak", "peak memory")
+COLUMNS = ("length", "method", "time", "speed", "share of peak", "peak memory", "relative error")
 NOTE = """\
 speed: against torch's attention at the same length.
 share of peak: of the FLOP/s of a large matrix product, {peak:.1f} GFLOP/s here.
-peak memory: predicted, beyond the inputs."""
+peak memory: predicted, beyond the inputs.
+relative error: |out - exact| / |exact|, here for normal queries and keys of standard deviation 0.5. Above 1, marked !,
+the answer is worse than returning zeros."""
 ROUNDS = 5
 SHORTEST, LONGEST = 1, 30  # seconds at a length: rounds go on for the first at least, and none begins after the second
 PRODUCT = 2048  # rows and columns of the matrices of the peak
@@ -55,12 +57,14 @@ class Row:
     speed: float
     flops: int
     peak_bytes: int
+    relative_error: float
     share: float = math.nan
 
     def cells(self) -> tuple[str, ...]:
         mebibytes = f"{self.peak_bytes / 2**20:,.1f} MiB"
         return (f"{self.length:,}", self.method, f"{self.seconds * 1000:,.1f} ms", f"{self.speed:.2f}x",
-                f"{self.share:.0%}", mebibytes)  # fmt: skip
+                f"{self.share:.0%}", mebibytes,
+                f"{self.relative_error:.2g}{' !' if self.relative_error > 1 else ''}")  # fmt: skip
 
 
 def run(
@@ -134,10 +138,17 @@ def compare(named: dict[str, Any], length: int, case: Case) -> tuple[list[Row], 
     best = in_turn({"product": lambda: matrix @ matrix, **calls}, ROUNDS, SHORTEST, LONGEST)
     product = 2 * PRODUCT**3 / best.pop("product")
     rows = []
+    exact = calls[BASE]()
     for name, seconds in best.items():
         price = predicted(named.get(name, subquad.Exact()), length, case)
-        rows.append(Row(length, name, seconds, best[BASE] / seconds, price.flops, price.peak_bytes))
+        error = float((calls[name]() - exact).norm() / exact.norm())
+        rows.append(Row(length, name, seconds, best[BASE] / seconds, price.flops, price.peak_bytes, error))
     return rows, product
+
+
+def plain(cells: tuple[str, ...]) -> str:
+    """One line with columns under each other."""
+    return f"{cells[0]:>7}  {cells[1]:12}" + "".join(f"  {cell:>14}" for cell in cells[2:])
 
 
 @contextmanager

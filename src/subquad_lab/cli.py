@@ -15,24 +15,17 @@ from subquad_lab.interruption import Interrupted
 from subquad_lab.parsing import call, wrong_value
 
 
-def demo(
-    methods: str = "taylor:2,random:256,linear:elu,separable",
-    lengths: str = "1024,4096,16384",
-    heads: int = 4,
-    width: int = 32,
-) -> None:
-    """Compare methods of attention on this machine: time, peak memory, error.
+def demo(out: str = "demo") -> None:
+    """See all of it in some minutes: a plan for this machine, the theory, four small models, and a page about them.
+
+    Run again after a stop, it goes on where it was; without the folder it begins anew.
 
     Args:
-        methods: What to compare with exact attention, with commas between: taylor:DEGREE,
-            random:FEATURES, linear:ACTIVATION, separable.
-        lengths: Sequence lengths, with commas between.
-        heads: Number of heads.
-        width: Width of a head.
+        out: Folder to write into.
     """
     from subquad_lab.demo import run
 
-    run(methods=methods, lengths=lengths, heads=heads, width=width)
+    run(out)
 
 
 def plan(
@@ -177,19 +170,25 @@ def runs(root: str = "runs") -> None:
     print_table(Path(root))
 
 
-def report(runs: list[str] = [], out: str = "report.html", root: str = "runs") -> None:  # noqa: B006
+def report(
+    runs: list[str] = [],  # noqa: B006
+    out: str = "report.html",
+    root: str = "runs",
+    theory: str | None = None,
+) -> None:
     """Write one page about runs: tables, curves, and published figures beside ours.
 
     Args:
         runs: Folders of runs, also of series, comparisons and sweeps; all runs in root if none is given.
         out: The page; one file that needs no other.
         root: Folder to look into.
+        theory: What `subquad verify --json` has printed, to be shown as well.
     """
     from pathlib import Path
 
     from subquad_lab.report import write
 
-    write([Path(run) for run in runs], Path(root), Path(out))
+    write([Path(run) for run in runs], Path(root), Path(out), None if theory is None else Path(theory))
 
 
 def sample(

@@ -1,77 +1,224 @@
-"""`subquad demo`: every method at growing lengths, beside exact attention."""
+"""`subquad demo`: the lab in some minutes, stage by stage, each in a process of its own.
 
-from collections.abc import Iterator
+What a stage has made stays in the folder: stopped and started again, the demo goes on where it was.
+"""
+
+import contextlib
+import io
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
 
 from rich.console import Console
-from rich.progress import Progress
+from rich.live import Live
+from rich.markup import escape
 from rich.table import Table
 
-from subquad_lab.measure import MeasureError, Measurement, Request, measure
-from subquad_lab.methods import parse_method
-from subquad_lab.sizes import Case, positive, refuse_more_than_fits
+from subquad_lab import RunError, UsageError
+from subquad_lab.configs import config_from, presets, read
+from subquad_lab.files import write_whole
+from subquad_lab.interruption import Interrupted, Interruption
+from subquad_lab.series import Series, finished, train
 
-COLUMNS = ("length", "method", "time", "speed", "peak memory", "relative error")
-NOTE = """\
-speed: against exact attention at the same length. peak memory: what one call needs beyond its inputs.
-relative error: |out - exact| / |exact|. Above 1, marked !, the answer is worse than returning zeros."""
+EXPERIMENTS = ("language", "images", "graphs", "speech")
+PAGE, PLAN, THEORY, RUNS = "report.html", "plan.txt", "verify.json", "runs"
+PROCESS = (sys.executable, "-P", "-m", "subquad_lab.demo")  # of a stage
+LOOK_SECONDS = 0.25  # between two looks at a stage
 
 
-def run(methods: str, lengths: str, heads: int, width: int) -> None:
-    """Measure and print; a table on a terminal, a line per measurement in a pipe or a log."""
-    names = ["exact", *(name for name in methods.split(",") if name != "exact")]
-    named = {name: parse_method(name, "--methods") for name in names}
-    sizes = [positive("lengths", text) for text in lengths.split(",")]
-    case = Case(positive("heads", heads), positive("width", width), causal=True, backward=False)
-    refuse_more_than_fits(named, sorted(sizes), case)
-    title = (
-        f"Causal attention, forward, float32, {heads} heads of width {width}; "
-        "normal inputs, queries and keys of standard deviation 0.5"
-    )
+@dataclass
+class Stage:
+    """`make` writes into the folder; `found` says what it came to, or nothing while it is not done."""
 
+    name: str
+    what: str
+    make: Callable[[Path], None]
+    found: Callable[[Path], str | None]
+    seconds: float = field(default=0.0, compare=False)
+    state: str = "waits"
+    line: str = ""
+
+
+def run(out: str) -> None:
+    """All stages, with an overview; then the path of the page."""
+    folder = Path(out)
+    try:
+        (folder / "logs").mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--out: cannot make {folder}: {error.strerror}") from error
+    stages = all_stages()
     console = Console()
-    requests = [Request(name, size, heads, width) for size in sizes for name in names]
+    with Interruption() as interruption, Live(console=console, refresh_per_second=4, transient=True) as live:
+        for i, stage in enumerate(stages, 1):
+            follow(stage, folder, interruption, (lambda: live.update(table(stages))) if console.is_terminal else None)
+            if not console.is_terminal:
+                print(f"{i} of {len(stages)}, {stage.name}: {stage.line}  ({stage.seconds:.0f} s)", flush=True)
     if console.is_terminal:
-        table = Table(*COLUMNS[:2], title=title)
-        for column in COLUMNS[2:]:
-            table.add_column(column, justify="right")
-        with Progress(console=console, transient=True) as progress:
-            for cells in progress.track(rows(requests), len(requests), description="measuring"):
-                table.add_row(*cells, end_section=len(table.rows) % len(names) == len(names) - 1)
-        console.print(table)
-        console.print(NOTE, highlight=False)
-    else:
-        print(title, plain(COLUMNS), sep="\n", flush=True)
-        for cells in rows(requests):
-            print(plain(cells), flush=True)
-        print(NOTE)
+        console.print(table(stages))
+    print(folder / PAGE)
 
 
-def rows(requests: list[Request]) -> Iterator[tuple[str, ...]]:
-    """The cells of each measurement as soon as it is made; exact comes first at each length."""
-    exact_seconds: dict[int, float] = {}
-    for request in requests:
-        start = (f"{request.length:,}", request.method)
+def follow(stage: Stage, folder: Path, interruption: Interruption, show: Callable[[], None] | None) -> None:
+    """One stage in a process of its own, unless it is done."""
+    done = stage.found(folder)
+    if done is not None:
+        stage.state, stage.line = "done before", done
+        return
+    log, begin = folder / "logs" / f"{stage.name}.log", time.monotonic()
+    stage.state = "runs"
+    command = [*PROCESS, stage.name, str(folder)]
+    with log.open("wb") as sink, subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT,
+                                                  start_new_session=True) as process:  # fmt: skip
         try:
-            found = measure(request)
-        except MeasureError as error:
-            yield (*start, str(error), "", "", "")
-            continue
-        if request.method == "exact":
-            exact_seconds[request.length] = found.seconds
-        yield (*start, *figures(found, exact_seconds.get(request.length)))
+            while process.poll() is None:
+                time.sleep(LOOK_SECONDS)
+                if interruption.number is not None:
+                    raise Interrupted(interruption.number)
+                stage.seconds, stage.line = time.monotonic() - begin, last_line(log)
+                if show is not None:
+                    show()
+        except BaseException:
+            process.send_signal(signal.SIGINT)  # A training run saves itself.
+            raise
+    stage.seconds = time.monotonic() - begin
+    found = stage.found(folder)
+    if process.returncode != 0 or found is None:
+        raise RunError(f"{stage.name}: {last_line(log) or 'it ended without a word'} (all of it in {log})")
+    stage.state, stage.line = "done", found
 
 
-def figures(found: Measurement, exact_seconds: float | None) -> tuple[str, ...]:
-    """Time, speed, memory and error as text."""
-    mark = " !" if found.relative_error > 1 else ""
-    return (
-        f"{found.seconds * 1000:,.1f} ms",
-        f"{exact_seconds / found.seconds:.2f}x" if exact_seconds else "-",
-        f"{found.peak_bytes / 2**20:,.1f} MiB",
-        f"{found.relative_error:.2g}{mark}",
-    )
+def last_line(log: Path) -> str:
+    lines = log.read_bytes()[-2000:].decode(errors="replace").strip().splitlines()
+    return lines[-1] if lines else ""
 
 
-def plain(cells: tuple[str, ...]) -> str:
-    """One line with columns under each other."""
-    return f"{cells[0]:>7}  {cells[1]:12}" + "".join(f"  {cell:>14}" for cell in cells[2:])
+def table(stages: list[Stage]) -> Table:
+    found = Table("stage", "", "s", "found", title="subquad demo")
+    for stage in stages:
+        style = {"runs": "bold", "waits": "dim"}.get(stage.state)
+        seconds = f"{stage.seconds:.0f}" if stage.seconds else ""
+        found.add_row(stage.name, stage.state, seconds, escape(stage.line or stage.what), style=style)
+    return found
+
+
+# --- The stages ---------------------------------------------------------------------------------------------------
+
+
+def all_stages() -> list[Stage]:
+    trained = [
+        Stage(name, f"a small model: subquad train {name} --preset quick",
+              lambda out, name=name: learn(name, out), lambda out, name=name: learned(name, out))
+        for name in EXPERIMENTS
+    ]  # fmt: skip
+    return [
+        Stage("plan", "the quickest method for 32,768 tokens on this machine", plan, planned),
+        Stage("verify", "22 claims of the theory", verify, verified),
+        *trained,
+        Stage("report", "one page about all of it", report, reported),
+    ]
+
+
+def plan(out: Path) -> None:
+    from subquad_lab.planning import run as print_plan
+
+    sizes = dict(query_length=32_768, heads=8, head_dim=16)
+    write_whole(out / PLAN, printed(lambda: print_plan(sizes, 0.05, 0.5, None, True, False, "float32", False)))  # type: ignore[arg-type]
+
+
+def planned(out: Path) -> str | None:
+    """The sentence after the table."""
+    path = out / PLAN
+    lines = path.read_text().splitlines() if path.is_file() else []
+    return next((line for line in reversed(lines) if line.strip() and not line.startswith("Not shown")), None)
+
+
+def verify(out: Path) -> None:
+    from subquad_lab.verifying import run as print_claims
+
+    write_whole(out / THEORY, printed(lambda: print_claims([], True, str(out / "theory"), 0, False)))
+
+
+def verified(out: Path) -> str | None:
+    from subquad_lab.report import claims
+
+    path = out / THEORY
+    if not path.is_file():
+        return None
+    rows = claims(path)
+    return f"{sum(row['verdict'] != 'fails' for row in rows)} of {len(rows)} claims hold"
+
+
+def printed(call: Callable[[], None]) -> bytes:
+    """What a command prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        call()
+    return said.getvalue().encode()
+
+
+def learn(name: str, out: Path) -> None:
+    train(name, config_from(name, read(presets(name)["quick"]), "quick"), out / RUNS, name)
+
+
+def learned(name: str, out: Path) -> str | None:
+    config = config_from(name, read(presets(name)["quick"]), "quick")
+    try:
+        return in_words(finished(out / RUNS / name, config))
+    except UsageError:  # It is not there, or not finished.
+        return None
+
+
+def in_words(series: Series) -> str:
+    over = f" over {len(series.runs)} seeds" if len(series.runs) > 1 else ""
+    figures = ", ".join(f"{name.replace('_', '-')} {series.shown('test', name)}" for name in series.results[0]["test"])
+    return f"test{over}: {figures}"
+
+
+def report(out: Path) -> None:
+    from subquad_lab.report import write
+
+    write([out / RUNS], out / RUNS, out / PAGE, out / THEORY)
+
+
+def reported(out: Path) -> str | None:
+    """Written anew if anything is newer."""
+    page = out / PAGE
+    if not page.is_file():
+        return None
+    newest = max(path.stat().st_mtime for path in out.rglob("*.json"))
+    return str(page) if page.stat().st_mtime >= newest else None
+
+
+def stop_with_parent(parent: int) -> None:
+    """A stage whose demo was killed ends too, or the next demo would find it at work."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def main() -> int:
+    """In the process of a stage."""
+    name, folder = sys.argv[1:]
+    stop_with_parent(os.getppid())
+    stage = next(stage for stage in all_stages() if stage.name == name)
+    try:
+        stage.make(Path(folder))
+    except (UsageError, RunError, OSError) as error:
+        print(f"subquad: error: {error}", file=sys.stderr)
+        return 1
+    except (Interrupted, KeyboardInterrupt):
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

