@@ -535,6 +535,7 @@ def error_by_features(setting: Setting) -> bytes:
         axes.loglog(counts, errors, "o-", markersize=3, label=name)
     axes.set(xlabel="features m", ylabel="relative error of exp(q.k)")
     axes.set_xticks(counts, [str(m) for m in counts])
+    axes.set_yticks(shares := [0.03, 0.05, 0.1, 0.2, 0.5], [f"{share:.0%}" for share in shares])
     axes.minorticks_off()
     axes.legend(fontsize="small")
     return svg(figure_)

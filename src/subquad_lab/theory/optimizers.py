@@ -246,7 +246,7 @@ def decay_picture(setting: Setting) -> bytes:
     for axes, (name, decoupled) in zip(both, {"with L2": False, "with decoupled decay": True}.items(), strict=True):
         made = shrunk(lambda p, d=decoupled: Adam(p, rate, decay=0.3, decoupled=d), steps, setting.seed)
         for i, what in enumerate(("large gradients", "small gradients")):
-            axes.plot(made[:, i], color=f"C{i}", label=f"{what}, Adam {name}")
+            axes.plot(made[:, i], ("-", "--")[i], color=f"C{i}", label=f"{what}, Adam {name}")
             axes.plot(plain[:, i], ":", color=f"C{i}", label=f"{what}, no decay")
         axes.set(xlabel="step", ylabel="weight", ylim=(-0.25, 1.25))
         axes.legend(fontsize="small")
