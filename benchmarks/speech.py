@@ -29,9 +29,9 @@ FIGURES = ("character_error", "word_error", "jaccard", "cosine", "damerau", "los
 PICTURES = {"similarities": "similarities by epoch", "losses": "losses by epoch", "looks": "where the decoder looked"}
 
 # On two cores in an hour for both decoders, in two hours, and in ten minutes for each encoder.
-DIGITS = dict(epochs=20, batch=16, characters=97)
-LJSPEECH = dict(epochs=12, batch=16, clips=3000)
-SHORT = dict(epochs=8, batch=16, characters=97)
+DIGITS = dict(epochs=20, characters=97)
+LJSPEECH = dict(epochs=12, clips=3000)
+SHORT = dict(epochs=8, characters=97)
 
 
 def line(name: str, series: Series) -> str:
@@ -81,8 +81,8 @@ def spelled(series: Series) -> str:
 
 
 def numbers(options: argparse.Namespace) -> None:
-    made = {"attention": train("speech", Config(), options.out, "speech-numbers")}
-    parts = ["`subquad train speech`", spelled(made["attention"]), *by_epoch("speech_numbers", made)]
+    made = {Config.decoder: train("speech", Config(), options.out, "speech-numbers")}
+    parts = ["`subquad train speech`", spelled(made[Config.decoder]), *by_epoch("speech_numbers", made)]
     write("speech_numbers", "Spoken numbers, synthetic", made, parts)
 
 
@@ -93,8 +93,8 @@ def digits(options: argparse.Namespace) -> None:
     best = min(made, key=lambda of: made[of].results[0]["valid"][speech.MEASURE])
     strangers = train("speech", replace(base, decoder=best, split="speaker"), options.out, "speech-digits-speaker")
     parts = [
-        f"`subquad compare speech --data fsdd --epochs {DIGITS['epochs']} --batch {DIGITS['batch']} --characters "
-        f"{DIGITS['characters']}`: strings of 3 to 6 spoken digits, split by index.",
+        f"`subquad compare speech --data fsdd --epochs {DIGITS['epochs']} --characters {DIGITS['characters']}`: "
+        "strings of 3 to 6 spoken digits, split by index.",
         "\n".join(f"- {line}" for line in verdicts(made, speech.MEASURE, differences(made, speech.MEASURE))),
         spelled(made[best]),
         *by_epoch("speech_digits", made),
@@ -122,7 +122,7 @@ def encoders(options: argparse.Namespace) -> None:
         found = measured(method)
         rows.append(f"| {method} | {found['seconds']:.2f} s | {found['bytes'] / 2**20:,.0f} MiB |")
     parts = [
-        f"Attention of the encoder, all else equal: attention decoder, {SHORT['epochs']} epochs.",
+        f"Attention of the encoder, all else equal: {Config.decoder} decoder, {SHORT['epochs']} epochs.",
         *by_epoch("speech_encoders", made)[:1],
         f"## A step with {CLIPS} clips of 20 s",
         "Forward and backward of the whole network, in a process of its own; memory above what it held before.",

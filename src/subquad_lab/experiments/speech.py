@@ -67,8 +67,8 @@ class Config(Training):
         masks: Whether padding is hidden, in the sound and in the text.
     """
 
-    epochs: int = 40
-    batch: int = 32
+    epochs: int = 25
+    batch: int = 16
     lr: float = 1e-3
     schedule: Literal["constant", "linear", "cosine", "epochs"] = "cosine"
     warmup: int = 100
@@ -77,7 +77,7 @@ class Config(Training):
     split: Literal["index", "speaker"] = "index"
     clips: int | None = None
     resample: bool = True
-    decoder: Literal["lstm", "attention"] = "attention"
+    decoder: Literal["lstm", "attention"] = "lstm"
     method: str = "exact"
     decoder_method: str = "exact"
     width: int = 200
