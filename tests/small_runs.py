@@ -1,5 +1,6 @@
 """Small runs that tests train, break off and read, and small data for them."""
 
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -44,6 +45,11 @@ def write_pictures(path: Path, classes: int = 3, **changes: np.ndarray | None) -
         arrays |= {f"{part}_images": images, f"{part}_labels": labels}
     np.savez(path, **{key: array for key, array in (arrays | changes).items() if array is not None})
     return path
+
+
+def heed_interrupts() -> None:
+    """In a process that begins: what a shell starts in the background ignores Ctrl-C, and so would what it starts."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def tone(pitch: float, seconds: float, rate: int) -> np.ndarray:

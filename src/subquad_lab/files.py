@@ -16,7 +16,7 @@ except ImportError:  # Windows
 def write_whole(path: Path, content: bytes) -> None:
     """What was there before stays until all is written."""
     with made_whole(path) as temporary:
-        temporary.write_bytes(content)
+        write_synced(temporary, content)
 
 
 @contextmanager

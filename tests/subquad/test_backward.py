@@ -56,8 +56,9 @@ def test_worst_row_of_the_query_gradient_at_length_8192(name):
     golden = query_gradient("dense" if name == "taylor" else "chunked", torch.float64)
     allowed = 5e-6
     if name in (*RANDOM, "odd taylor", "relu"):
-        # Some rows of these are small differences of large terms, in any float32 computation.
-        allowed = max(allowed, worst_row(query_gradient("dense", torch.float32), golden))
+        # Some rows of these are small differences of large terms, in any float32 computation; which rows it hits, and
+        # how, depends on the order of the sums, which is another on another processor. So up to 3 times that.
+        allowed = max(allowed, 3 * worst_row(query_gradient("dense", torch.float32), golden))
     assert worst_row(query_gradient("chunked", torch.float32), golden) <= allowed
     if name == "identity":
         assert worst_row(query_gradient_by_subtraction(k, v, grad), golden) > 20 * allowed

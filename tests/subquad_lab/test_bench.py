@@ -1,5 +1,4 @@
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -8,6 +7,7 @@ from xml.etree import ElementTree
 import pytest
 
 import subquad
+from small_runs import heed_interrupts
 from subquad_lab import bench
 from subquad_lab.cli import main
 
@@ -105,9 +105,11 @@ def test_half_a_file_is_never_left(tmp_path, monkeypatch):
 
 def test_interrupt_leaves_no_traceback_and_no_file(tmp_path):
     command = [sys.executable, "-m", "subquad_lab", *TOY, "--lengths", "32,8192", "--out", str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=heed_interrupts
+    ) as process:
         assert process.stderr.readline().startswith(b"length 32, torch")
-        os.killpg(process.pid, signal.SIGINT)
+        process.send_signal(signal.SIGINT)
         rest = process.stderr.read()
     assert process.returncode == 130
     assert b"Traceback" not in rest

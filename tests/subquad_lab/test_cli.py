@@ -6,6 +6,7 @@ import time
 import pytest
 
 import subquad
+from small_runs import heed_interrupts
 
 COMMAND = [sys.executable, "-m", "subquad_lab"]
 TOY = ["bench", "--lengths", "32,64", "--methods", "taylor:2,separable", "--heads", "1", "--head-dim", "4"]
@@ -60,7 +61,8 @@ def test_closed_pipe_leaves_no_traceback():
 
 
 def test_interrupt_leaves_no_traceback():
-    with subprocess.Popen([*COMMAND, *TOY], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    with subprocess.Popen([*COMMAND, *TOY], **pipes, preexec_fn=heed_interrupts) as process:
         process.stderr.readline()  # the first measurement
         process.send_signal(signal.SIGINT)
         assert process.stderr.read().endswith(b"subquad: interrupted\n")

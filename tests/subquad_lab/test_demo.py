@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from small_runs import heed_interrupts
 from subquad_lab import demo
 from subquad_lab.cli import main
 from subquad_lab.configs import presets
@@ -91,7 +92,7 @@ def test_a_folder_that_cannot_be_is_said(capfd):
 def test_a_stop_leaves_no_stage_behind(number, tmp_path):
     process = subprocess.Popen(
         [sys.executable, "-m", "subquad_lab", "demo", "--out", str(tmp_path / "demo")],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed_interrupts,
     )  # fmt: skip
     log = tmp_path / "demo" / "logs" / "plan.log"
     deadline = time.monotonic() + 60

@@ -84,14 +84,14 @@ def test_a_finished_run_is_not_trained_again(trained, capfd):
     ("arguments", "message"),
     [
         (["train"], "EXPERIMENT: expected an experiment, or --resume RUN, found neither"),
-        (["train", "chess"], "invalid choice: 'chess' (choose from 'language', 'images', 'graphs')"),
+        (["train", "chess"], "invalid choice: 'chess' (choose from 'language', 'images', 'graphs', 'speech')"),
         (["train", "language", "--lr", "fast"], "--lr: expected a number, found 'fast'"),
         (["train", "language", "--model", "gru"], "--model: expected one of 'rnn', 'lstm', 'transformer', found 'gru'"),
         (["train", "language", "--rate", "1"], "unrecognized arguments: --rate 1"),
         (["train", "language", "--batch", "0"], "batch: expected a whole number >= 1, found 0"),
         (
             ["train", "language", "--preset", "best"],
-            "--preset: expected one of attention, lstm, published, rnn, sound, found 'best'",
+            "--preset: expected one of attention, lstm, published, quick, rnn, sound, found 'best'",
         ),
         (["train", "language", "--config", "no.yaml"], "no.yaml: No such file or directory"),
         (["train", "language", "--data", "nowhere"], "--data: there is no folder"),
