@@ -28,7 +28,7 @@ def section(claim: Claim, finding: Finding) -> str:
     parts = [f"### {claim.number}. {claim.statement}", f"$$\n{claim.formula}\n$$"]
     if claim.mistake:
         parts.append(f"**Common mistake:** {claim.mistake}")
-    parts.append("\n".join(f"> {step}" for step in finding.derivation))
+    parts.append("\n".join(f"- {step}" for step in finding.derivation))
     parts.append("\n".join(["| figure | found | said | |", "|---|---:|---:|---|", *map(row, finding.checks)]))
     parts.append(f"**Verdict:** {finding.verdict}.")
     if finding.picture is not None:

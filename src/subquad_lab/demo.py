@@ -22,7 +22,7 @@ from rich.table import Table
 
 from subquad_lab import RunError, UsageError
 from subquad_lab.configs import config_from, presets, read
-from subquad_lab.files import write_whole
+from subquad_lab.files import locked, write_whole
 from subquad_lab.interruption import Interrupted, Interruption
 from subquad_lab.series import Series, finished, train
 
@@ -54,7 +54,11 @@ def run(out: str) -> None:
         raise UsageError(f"--out: cannot make {folder}: {error.strerror}") from error
     stages = all_stages()
     console = Console()
-    with Interruption() as interruption, Live(console=console, refresh_per_second=4, transient=True) as live:
+    with (
+        locked(folder),
+        Interruption() as interruption,
+        Live(console=console, refresh_per_second=4, transient=True) as live,
+    ):
         for i, stage in enumerate(stages, 1):
             follow(stage, folder, interruption, (lambda: live.update(table(stages))) if console.is_terminal else None)
             if not console.is_terminal:
@@ -72,7 +76,7 @@ def follow(stage: Stage, folder: Path, interruption: Interruption, show: Callabl
         return
     log, begin = folder / "logs" / f"{stage.name}.log", time.monotonic()
     stage.state = "runs"
-    command = [*PROCESS, stage.name, str(folder)]
+    command = [*PROCESS, stage.name, str(folder), str(os.getpid())]
     with log.open("wb") as sink, subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT,
                                                   start_new_session=True) as process:  # fmt: skip
         try:
@@ -128,7 +132,7 @@ def plan(out: Path) -> None:
     from subquad_lab.planning import run as print_plan
 
     sizes = dict(query_length=32_768, heads=8, head_dim=16)
-    write_whole(out / PLAN, printed(lambda: print_plan(sizes, 0.05, 0.5, None, True, False, "float32", False)))  # type: ignore[arg-type]
+    write_printed(out / PLAN, lambda: print_plan(sizes, 0.05, 0.5, None, True, False, "float32", False))  # type: ignore[arg-type]
 
 
 def planned(out: Path) -> str | None:
@@ -141,24 +145,28 @@ def planned(out: Path) -> str | None:
 def verify(out: Path) -> None:
     from subquad_lab.verifying import run as print_claims
 
-    write_whole(out / THEORY, printed(lambda: print_claims([], True, str(out / "theory"), 0, False)))
+    write_printed(out / THEORY, lambda: print_claims([], True, str(out / "theory"), 0, False))
 
 
 def verified(out: Path) -> str | None:
     from subquad_lab.report import claims
 
-    path = out / THEORY
-    if not path.is_file():
+    try:
+        rows = claims(out / THEORY)
+    except UsageError:  # It is not there, or not whole, or of another version.
         return None
-    rows = claims(path)
     return f"{sum(row['verdict'] != 'fails' for row in rows)} of {len(rows)} claims hold"
 
 
-def printed(call: Callable[[], None]) -> bytes:
-    """What a command prints."""
+def write_printed(path: Path, call: Callable[[], None]) -> None:
+    """What a command prints; also if it then says that something failed, as `verify` does of a claim."""
     with contextlib.redirect_stdout(io.StringIO()) as said:
-        call()
-    return said.getvalue().encode()
+        try:
+            call()
+        except RunError:
+            write_whole(path, said.getvalue().encode())
+            raise
+    write_whole(path, said.getvalue().encode())
 
 
 def learn(name: str, out: Path) -> None:
@@ -195,7 +203,10 @@ def reported(out: Path) -> str | None:
 
 
 def stop_with_parent(parent: int) -> None:
-    """A stage whose demo was killed ends too, or the next demo would find it at work."""
+    """A stage whose demo was killed ends too, or the next demo would find it at work.
+
+    The demo says who it is: by the time that a stage has imported all it needs, its parent may be another.
+    """
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -207,8 +218,8 @@ def stop_with_parent(parent: int) -> None:
 
 def main() -> int:
     """In the process of a stage."""
-    name, folder = sys.argv[1:]
-    stop_with_parent(os.getppid())
+    name, folder, parent = sys.argv[1:]
+    stop_with_parent(int(parent))
     stage = next(stage for stage in all_stages() if stage.name == name)
     try:
         stage.make(Path(folder))

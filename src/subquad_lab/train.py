@@ -84,9 +84,11 @@ class Training:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise UsageError(f"{name}: expected a whole number >= {least}, found {value}")
-        for name in ("lr", "momentum", "weight_decay"):
+        for name in ("lr", "weight_decay"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise UsageError(f"{name}: expected a number >= 0, found {getattr(self, name)}")
+        if not 0 <= self.momentum < 1:
+            raise UsageError(f"momentum: expected a number from 0 to below 1, found {self.momentum}")
         for name in ("clip", "minutes"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:

@@ -1,5 +1,6 @@
 """The demo, stage by stage: what is done is not done again, what fails is said, and a stop is a stop."""
 
+import json
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from small_runs import heed_interrupts
 from subquad_lab import demo
 from subquad_lab.cli import main
 from subquad_lab.configs import presets
+from subquad_lab.files import locked
 
 SMALL = {
     "language": "steps: 2\nbatch: 2\nwidth: 8\nheads: 2\nlayers: 1\ncontext: 4\n",
@@ -68,9 +70,42 @@ def test_the_demo_ends_in_a_page_and_is_not_done_twice(small, capfd):
     assert time.monotonic() - begin < 10
     assert {path: path.stat().st_mtime_ns for path in small.rglob("*.json")} == before
     (small / "runs" / "language" / "result.json").unlink()  # One run was not finished.
+    (small / "report.html").write_text("an old page")
+    os.utime(small / "report.html", (0, 0))
     assert main(["demo", "--out", str(small)]) == 0
     assert (small / "runs" / "language" / "result.json").exists()
     assert (small / "plan.txt").exists()
+    assert (small / "report.html").read_text() == page
+
+
+def test_a_claim_that_fails_is_written_down_and_said(small, capfd):
+    """The stage has made its file, from which the next demo goes on; and yet its exit code counts."""
+    script = Path(demo.PROCESS[1])
+    script.write_text(
+        f"from subquad_lab.theory import recurrence\nrecurrence.even_wins = lambda x: x.sum(-1)\n{script.read_text()}"
+    )
+    assert main(["demo", "--out", str(small)]) == 1
+    assert "verify: subquad: error: 1 of 2 claims fail: 14 (all of it in " in capfd.readouterr().err
+    assert [row["holds"] for row in json.loads((small / "verify.json").read_text())] == [False, True]
+    assert not (small / "report.html").exists()
+    assert demo.verified(small) == "1 of 2 claims hold"
+
+
+@pytest.mark.parametrize("content", ["", "[{", "[]", '[{"number": 14, "verdict": "holds"}]'])
+def test_claims_that_cannot_be_read_are_checked_again(content, small):
+    small.mkdir()
+    (small / "verify.json").write_text(content)
+    assert demo.verified(small) is None
+    demo.verify(small)
+    assert demo.verified(small) == "2 of 2 claims hold"
+
+
+def test_a_folder_belongs_to_one_demo(small, capfd):
+    small.mkdir()
+    with locked(small):
+        assert main(["demo", "--out", str(small)]) == 2
+    assert f"{small} is in use by another process" in capfd.readouterr().err
+    assert list((small / "logs").iterdir()) == []
 
 
 def test_a_stage_that_fails_is_said(small, capfd):
@@ -88,19 +123,34 @@ def test_a_folder_that_cannot_be_is_said(capfd):
     assert "--out: cannot make /dev/null/demo" in capfd.readouterr().err
 
 
+ENDLESS_STAGE = """
+import sys, time
+time.sleep(0.5)  # as if it were importing what it needs
+from subquad_lab import demo
+demo.plan = lambda out: time.sleep(120)
+sys.exit(demo.main())
+"""
+ITS_DEMO = """
+import sys
+from subquad_lab import cli, demo
+demo.PROCESS = (sys.executable, sys.argv[1])
+sys.exit(cli.main(["demo", "--out", sys.argv[2]]))
+"""
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_stop_leaves_no_stage_behind(number, tmp_path):
+    """Not even if it comes while the stage still imports."""
+    (tmp_path / "stage.py").write_text(ENDLESS_STAGE)
     process = subprocess.Popen(
-        [sys.executable, "-m", "subquad_lab", "demo", "--out", str(tmp_path / "demo")],
+        [sys.executable, "-c", ITS_DEMO, str(tmp_path / "stage.py"), str(tmp_path / "demo")],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed_interrupts,
     )  # fmt: skip
-    log = tmp_path / "demo" / "logs" / "plan.log"
-    deadline = time.monotonic() + 60
-    while not log.exists() and time.monotonic() < deadline:
+    deadline, stage = time.monotonic() + 60, []
+    while not stage and time.monotonic() < deadline:
         time.sleep(0.05)
-    stage = children(process.pid)
+        stage = children(process.pid)
     assert len(stage) == 1
-    time.sleep(3)  # until the stage watches its parent
     process.send_signal(number)
     error = process.communicate(timeout=60)[1]
     if number == signal.SIGINT:

@@ -9,9 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import import_module
 from math import isfinite
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-TINY = 1e-12  # Errors below are rounding.
+from subquad_lab.theory.numbers import ROUNDING
+
 SUBJECTS = ("attention", "recurrence", "optimizers", "networks")
 
 
@@ -32,9 +33,17 @@ class Check(NamedTuple):
 
     what: str
     found: float
-    said: str
+    relation: Literal["=", "<=", ">="]
+    bound: float
     holds: bool
     is_mistake: bool = False
+    within: float = 0.0  # what `=` allows, as a part of the bound
+
+    @property
+    def said(self) -> str:
+        """The tolerance of an equality too, unless it is that of rounding."""
+        within = f" within {100 * self.within:g}%" if self.within > SAME else ""
+        return f"{self.relation} {figure(self.bound)}{within}"
 
 
 @dataclass(frozen=True)
@@ -70,10 +79,10 @@ CLAIMS: dict[int, Claim] = {}
 
 
 def claim(number: int, statement: str, formula: str, mistake: str | None = None) -> Callable[..., Callable]:
-    """Enter a check into the list of claims, under the subject of its file."""
+    """Enter a check into the list of claims, under the subject of its file or folder."""
 
     def entered(check: Callable[[Setting], Finding]) -> Callable[[Setting], Finding]:
-        subject = check.__module__.rpartition(".")[2]
+        subject = check.__module__.removeprefix(f"{__name__}.").partition(".")[0]
         if number in CLAIMS:
             raise ValueError(f"number: {number} is that of another claim")
         CLAIMS[number] = Claim(number, subject, statement, formula, mistake, check)
@@ -91,19 +100,22 @@ def all_claims() -> list[Claim]:
 
 # --- Checks -------------------------------------------------------------------------------------------------------
 
+SAME = 1e-9  # parts of a figure that rounding may change on its way through a whole computation
+SMALL = 1e-5  # Bounds of errors below it are bounds of rounding, of float64 or of float32.
 
-def equal(what: str, found: float, said: float, within: float = 1e-9, mistake: bool = False) -> Check:
+
+def equal(what: str, found: float, said: float, within: float = SAME, mistake: bool = False) -> Check:
     """To a part of what is said, or to that itself around 0."""
     holds = abs(found - said) <= within * max(abs(said), 1.0 if said == 0 else 0.0)
-    return Check(what, found, f"= {figure(said)}", holds, mistake)
+    return Check(what, found, "=", said, holds, mistake, within)
 
 
 def at_most(what: str, found: float, bound: float, mistake: bool = False) -> Check:
-    return Check(what, found, f"<= {figure(bound)}", isfinite(found) and found <= bound, mistake)
+    return Check(what, found, "<=", bound, isfinite(found) and found <= bound, mistake)
 
 
 def at_least(what: str, found: float, bound: float, mistake: bool = False) -> Check:
-    return Check(what, found, f">= {figure(bound)}", found >= bound, mistake)
+    return Check(what, found, ">=", bound, found >= bound, mistake)
 
 
 def figure(value: float) -> str:
@@ -119,11 +131,14 @@ def figure(value: float) -> str:
 
 def shown(check: Check) -> str:
     """What was found; a rounding error only by its bound, for it is another on another machine."""
-    if check.said.startswith("<= ") and check.holds and (check.said.startswith("<= 1e-") or check.found < TINY):
-        return f"below {min(TINY, float(check.said[3:])) if check.found < TINY else float(check.said[3:]):g}"
+    if check.relation == "<=" and check.holds and check.found >= 0:
+        if check.found < ROUNDING <= check.bound:
+            return f"below {ROUNDING:g}"
+        if check.bound < SMALL:
+            return f"below {check.bound:g}"
     return figure(check.found)
 
 
 def small(error: float) -> str:
-    """An error in a sentence."""
-    return f"less than {TINY:g}" if error < TINY else f"{error:.1g}"
+    """An error in a sentence, as what it does not exceed."""
+    return f"{ROUNDING:g}" if error < ROUNDING else f"{error:.1g}"

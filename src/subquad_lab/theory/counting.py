@@ -1,24 +1,41 @@
-"""What torch did in a call, counted: multiplications, exponentials, and the most bytes that were held at one time."""
+"""What torch did in a call, counted: multiplications, exponentials, and the most bytes that were held at one time.
+
+Fused kernels, torch's and the library's, do all of it behind one name, where nothing can be counted. So the library is
+counted where it works with torch's plain operations, which is what `attention` asks it to do here.
+"""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, Literal, NamedTuple
 from weakref import finalize
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-EXPONENTIALS = {torch.ops.aten._softmax.default, torch.ops.aten.exp.default}
+from subquad._attention import attend
+
+aten = torch.ops.aten
+EXPONENTIALS = {aten._softmax.default, aten._safe_softmax.default, aten.exp.default}
+Order = Literal["linear", "quadratic"]
+ORDERS: tuple[Order, ...] = ("linear", "quadratic")
 
 
-def flops(call: Callable[[], object]) -> int:
-    """Of the matrix products; a multiplication and an addition are 2."""
-    with FlopCounterMode(display=False) as counter:
-        call()
-    return counter.get_total_flops()
+def exact_in_plain_operations() -> AbstractContextManager[None]:
+    """Where `Exact` makes the matrix of its weights, as the formula has it."""
+    return sdpa_kernel(SDPBackend.MATH)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, method: Any, order: Order = "linear") -> Tensor:
+    """`subquad.attention` of (L, D) without scaling, in plain operations; `Exact` has one order, whichever is named."""
+    form: Any = {"linear": "chunked", "quadratic": "dense"}[order]
+    heads = (x[None, None] for x in (q, k, v))
+    with exact_in_plain_operations():
+        return attend(*heads, None, 0.0, False, 1.0, False, method, None, None, None, False, form)[0][0, 0]
 
 
 class Held(TorchDispatchMode):
@@ -52,18 +69,17 @@ class Held(TorchDispatchMode):
         self.held -= size
 
 
-def peak_bytes(call: Callable[[], object]) -> int:
-    """The most that tensors made in the call have held, its result included."""
-    with Held() as held:
+class Counts(NamedTuple):
+    result: Any
+    flops: int  # of the matrix products; a multiplication and an addition are 2
+    exponentials: int
+    peak_bytes: int  # the most that tensors made in the call have held, its result included
+
+
+def counted(call: Callable[[], object]) -> Counts:
+    with FlopCounterMode(display=False) as counter, Held() as held:
         result = call()
-    del result
-    return held.peak
-
-
-def exponentials(call: Callable[[], object]) -> int:
-    with Held() as held:
-        call()
-    return held.exponentials
+    return Counts(result, counter.get_total_flops(), held.exponentials, held.peak)
 
 
 Term = tuple[int, ...]  # the exponents of a product of sizes
@@ -81,13 +97,15 @@ def misfit(terms: Sequence[Term], sizes: Sequence[Sequence[int]], values: Sequen
     return float(np.abs(table @ found / wanted - 1).max()), [round(float(c), 6) for c in found]
 
 
-def written(terms: Sequence[Term], names: str) -> str:
+def written(terms: Sequence[Term], names: str, factors: Sequence[float] | None = None) -> str:
     """
-    >>> written([(2, 0), (1, 1)], "LD")
-    'L^2 + L D'
+    >>> written([(2, 0), (1, 1)], "LD"), written([(2, 0), (1, 1)], "LD", [4.0, 0.5])
+    ('L^2 + L D', '4 L^2 + 0.5 L D')
     """
     products = (
         " ".join(name if power == 1 else f"{name}^{power}" for name, power in zip(names, term, strict=True) if power)
         for term in terms
     )
-    return " + ".join(products)
+    if factors is None:
+        return " + ".join(products)
+    return " + ".join(f"{factor:.4g} {product}" for factor, product in zip(factors, products, strict=True))

@@ -1,16 +1,17 @@
-"""Convolutions and graphs."""
+"""Convolutions and graphs: what a network has to learn, and what it does to features on their way."""
 
 import torch
 
 from subquad_lab.data.graphs import load_graph
 from subquad_lab.models import parameters
 from subquad_lab.models.graphs import Normalisation, propagation
-from subquad_lab.models.images import ConvNet, Downsample, halved_twice
+from subquad_lab.models.images import ConvNet, Downsample
 from subquad_lab.plots import axes_of, svg
 from subquad_lab.theory import Finding, Setting, at_least, at_most, claim, equal
-from subquad_lab.theory.attention import normal
+from subquad_lab.theory.numbers import distance, farthest, normal
 
 CLASSES = 4
+KINDS: tuple[Downsample, ...] = ("pool", "stride")
 
 
 def convolution(inward: int, outward: int, side: int = 3) -> int:
@@ -21,38 +22,58 @@ def linear(inward: int, outward: int) -> int:
     return inward * outward + outward
 
 
-def network_parameters(side: int, downsample: Downsample) -> int:
-    """Layer by layer. Pooling has none, and leaves as many places as strides do."""
-    places = halved_twice(side, downsample) ** 2
-    return convolution(1, 8) + convolution(8, 16) + linear(16 * places, 320) + linear(320, 120) + linear(120, CLASSES)
+def layers(places: int) -> list[int]:
+    """The parameters of each layer, where the convolutions leave so many places of the picture. Pooling has none."""
+    return [convolution(1, 8), convolution(8, 16), linear(16 * places, 320), linear(320, 120), linear(120, CLASSES)]
+
+
+def network(side: int, how: Downsample) -> ConvNet:
+    return ConvNet(1, side, side, CLASSES, how, 0.0)
+
+
+def places_left(network: ConvNet, side: int) -> int:
+    """By a picture of this side that is sent through the convolutions."""
+    with torch.no_grad():
+        seen = network.halve(network.second(network.halve(network.first(torch.zeros(1, 1, side, side)))))
+    return seen.shape[-2] * seen.shape[-1]
+
+
+AT_28 = layers(6 * 6)
+SUM_AT_28 = f"{' + '.join(f'{each:,}' for each in AT_28)} = {sum(AT_28):,}"
 
 
 @claim(
-    21, "The pooled and the strided network both have 224,892 parameters: pooling removes none.",
-    r"80 + 1{,}168 + 184{,}640 + 38{,}520 + 484 = 224{,}892",
+    21, f"At 28 x 28 pixels the pooled and the strided network both have {sum(AT_28):,} parameters: pooling "
+    "removes none.",
+    SUM_AT_28.replace(",", "{,}"),
     "Pooling makes the network smaller.",
 )  # fmt: skip
 def pooling_removes_none(setting: Setting) -> Finding:
-    counts = {how: parameters(ConvNet(1, 28, 28, CLASSES, how, 0.0))["total"] for how in ("pool", "stride")}
-    pixels = setting.of(28, 60, 92)
-    others = {how: parameters(ConvNet(1, pixels, pixels, CLASSES, how, 0.0))["total"] for how in ("pool", "stride")}
-    parts = [convolution(1, 8), convolution(8, 16), linear(576, 320), linear(320, 120), linear(120, CLASSES)]
+    sides = (28, 30, setting.of(29, 61, 90))
+    made = {(side, how): network(side, how) for side in sides for how in KINDS}
+    places = {each: places_left(net, each[0]) for each, net in made.items()}
+    counts = {each: parameters(net)["total"] for each, net in made.items()}
+    pooled, strided = (counts[28, how] for how in KINDS)
+    left = [[places_left(made[28, how], side) for how in KINDS] for side in range(10, 100)]
+    different = sum(one != other for one, other in left)
     return Finding(
         [
-            *(equal(f"parameters, {how}, 28 x 28, counted", count, network_parameters(28, how))
-              for how, count in counts.items()),
-            equal("both", counts["pool"], counts["stride"]),
-            *(equal(f"parameters, {how}, {pixels} x {pixels}", count, network_parameters(pixels, how))
-              for how, count in others.items()),
-            at_most("parameters with pooling by those with strides", counts["pool"] / counts["stride"], 0.999,
-                    mistake=True),
+            *(equal(f"parameters, {how}, {side} x {side}, counted", count, sum(layers(places[side, how])))
+              for (side, how), count in counts.items()),
+            equal("both, 28 x 28", pooled, strided),
+            equal("parameters of the pooling itself", parameters(made[28, "pool"].halve)["total"], 0),
+            at_most("parameters with pooling by those with strides, 28 x 28", pooled / strided, 0.999, mistake=True),
         ],
         [
             "A convolution has 3 x 3 weights for each pair of channels and a bias for each channel, at any step.",
             "Pooling takes the largest of four numbers, and has nothing to learn.",
-            f"Pooled, a side goes 28 - 14 - 12 - 6; strided, 28 - 14 - 6. Both leave 16 x 6 x 6 = {16 * 36} numbers.",
-            f"Layers: {' + '.join(f'{part:,}' for part in parts)} = {sum(parts):,}.",
-            f"Counted in the lab's networks: pooled {counts['pool']:,}, strided {counts['stride']:,}.",
+            f"Pooled, a side goes 28 - 14 - 12 - 6; strided, 28 - 14 - 6. Both leave {places[28, 'pool']} places.",
+            f"Layers: {SUM_AT_28}.",
+            f"Counted in the lab's networks: pooled {pooled:,}, strided {strided:,}.",
+            f"At other sides the two round differently: of 30 x 30 pixels pooling leaves {places[30, 'pool']} places, "
+            f"strides {places[30, 'stride']}. The linear layer that reads them then has another size, and the networks "
+            f"{counts[30, 'pool']:,} and {counts[30, 'stride']:,} parameters.",
+            f"So it is at {different} of the {len(left)} sides from 10 to 99; the convolutions are the same at all.",
         ],
     )  # fmt: skip
 
@@ -72,40 +93,51 @@ def largest_eigenvalue_of_fixed() -> float:
     return 1.0
 
 
+def largest_eigenvalue_without_fix() -> float:
+    """Of I + D^-1/2 A D^-1/2, where the self-loops come after the normalisation."""
+    return 2.0
+
+
 @claim(
-    22, "With self-loops and symmetric normalisation the largest eigenvalue is 1, so that features keep their size; "
+    22, "With self-loops and symmetric normalisation the largest eigenvalue is 1, so that features never grow; "
     "rows do not sum to 1. Without the fix they grow by a factor in each propagation.",
     r"\tilde A = A + I, \quad P = \tilde D^{-1/2} \tilde A \tilde D^{-1/2}, \quad \lambda_1(P) = 1, \quad P "
-    r"\mathbf{1} \ne \mathbf{1}",
+    r"\mathbf{1} \ne \mathbf{1}; \qquad \lambda_1(I + D^{-1/2} A D^{-1/2}) = 2",
     "Symmetric normalisation makes rows sum to 1.",
 )  # fmt: skip
 def normalised_propagation(setting: Setting) -> Finding:
     steps = setting.of(6, PROPAGATIONS, 20)
     plain, fixed, by_row = matrix(False, "none"), matrix(True, "symmetric"), matrix(True, "row")
-    loops = plain + torch.eye(len(plain), dtype=torch.float64)
+    identity = torch.eye(len(plain), dtype=torch.float64)
+    after = identity + matrix(False, "symmetric")
+    loops = plain + identity
     root = loops.sum(-1) ** -0.5
     by_hand = root[:, None] * loops * root
-    largest = float(torch.linalg.eigvalsh(fixed).abs().max())
+    of_plain, of_fixed, of_after = (float(torch.linalg.eigvalsh(p).abs().max()) for p in (plain, fixed, after))
     sums = fixed.sum(-1)
     x = normal(len(plain), 4, seed=setting.seed)
-    grown, kept = (float((torch.linalg.matrix_power(p, steps) @ x).norm() / x.norm()) for p in (plain, fixed))
+    by_plain, by_fixed, by_after = (
+        float((torch.linalg.matrix_power(p, steps) @ x).norm() / x.norm()) for p in (plain, fixed, after)
+    )
     return Finding(
         [
-            at_most("the lab's matrix from D^-1/2 (A + I) D^-1/2", float((fixed - by_hand).abs().max()), 1e-6),
-            equal("largest |eigenvalue|", largest, largest_eigenvalue_of_fixed(), within=1e-6),
-            at_most("row normalisation: sums of rows from 1", float((by_row.sum(-1) - 1).abs().max()), 1e-6),
-            at_most(f"size of the features after {steps} propagations", kept, 1.0),
-            at_least("the same without the fix", grown, 10.0**(steps / 2)),
-            at_most("symmetric: sums of rows from 1", float((sums - 1).abs().max()), 0.01, mistake=True),
+            at_most("the lab's matrix from D^-1/2 (A + I) D^-1/2", distance(fixed, by_hand), 1e-6),
+            equal("largest |eigenvalue|", of_fixed, largest_eigenvalue_of_fixed(), within=1e-6),
+            equal("that of I + D^-1/2 A D^-1/2", of_after, largest_eigenvalue_without_fix(), within=1e-6),
+            at_most("row normalisation: sums of rows from 1", farthest(by_row.sum(-1), 1), 1e-6),
+            at_most(f"size of the features after {steps} propagations", by_fixed, 1.0),
+            at_least("the same by I + D^-1/2 A D^-1/2", by_after, 1.3**steps),
+            at_least("the same by A", by_plain, 3.0**steps),
+            at_most("symmetric: sums of rows from 1", farthest(sums, 1), 0.01, mistake=True),
         ],
         [
             "A + I lets a node see itself. D^-1 (A + I) has rows that sum to 1, so its largest eigenvalue is 1.",
-            "D^-1/2 (A + I) D^-1/2 is similar to it and has the same eigenvalues, but other rows:",
-            f"on the karate club they sum to {float(sums.min()):.3f} ... {float(sums.max()):.3f}; the largest "
-            f"eigenvalue is {largest:.6f}.",
-            f"After {steps} propagations random features have {kept:.2g} of their size;",
-            f"by A alone, whose largest eigenvalue is {float(torch.linalg.eigvalsh(plain).max()):.2f}, they are "
-            f"{grown:.1e} times as large.",
+            "D^-1/2 (A + I) D^-1/2 is similar to it and has the same eigenvalues, but other rows: on the karate club "
+            f"they sum to {float(sums.min()):.3f} ... {float(sums.max()):.3f}. The largest eigenvalue: {of_fixed:.6f}.",
+            f"So features never grow: after {steps} propagations random ones have {by_fixed:.2g} of their size.",
+            f"Self-loops that come after the normalisation, I + D^-1/2 A D^-1/2, have the eigenvalue 1 + 1 = "
+            f"{of_after:.6f}: {by_after:.1e} times the size.",
+            f"A alone has the eigenvalue {of_plain:.2f}: {by_plain:.1e} times the size.",
         ],
         lambda: growth_picture(setting),
     )  # fmt: skip
@@ -113,12 +145,15 @@ def normalised_propagation(setting: Setting) -> Finding:
 
 def growth_picture(setting: Setting) -> bytes:
     figure, (axes,) = axes_of(1)
-    kinds: dict[str, tuple[bool, Normalisation]] = {
-        "A": (False, "none"), "A + I": (True, "none"), "D^-1 (A + I)": (True, "row"),
-        "D^-1/2 (A + I) D^-1/2": (True, "symmetric"),
-    }  # fmt: skip
-    for name, (loops, how) in kinds.items():
-        p = matrix(loops, how)
+    normalised = matrix(False, "symmetric")
+    kinds = {
+        "A": matrix(False, "none"),
+        "A + I": matrix(True, "none"),
+        "I + D^-1/2 A D^-1/2": torch.eye(len(normalised), dtype=torch.float64) + normalised,
+        "D^-1 (A + I)": matrix(True, "row"),
+        "D^-1/2 (A + I) D^-1/2": matrix(True, "symmetric"),
+    }
+    for name, p in kinds.items():
         x = start = normal(len(p), 4, seed=setting.seed)
         sizes = [1.0]
         for _ in range(PROPAGATIONS):

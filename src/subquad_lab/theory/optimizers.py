@@ -12,28 +12,27 @@ from torch.optim import Optimizer
 from subquad_lab.optimizers import SGD, Adam
 from subquad_lab.plots import axes_of, svg
 from subquad_lab.theory import Finding, Setting, at_least, at_most, claim, equal, small
-from subquad_lab.theory.attention import ROUNDING, normal
+from subquad_lab.theory.numbers import ROUNDING, distance, normal
 
 Make = Callable[[list[nn.Parameter]], Optimizer]
 
 
-def walk(make: Make, setting: Setting, steps: int, noise: float = 0.3) -> Tensor:
-    """Places (steps + 1, n) on the way down a valley, with the same noise in the gradients each time."""
+def walk(make: Make, setting: Setting, steps: int, penalty: float = 0.0) -> Tensor:
+    """Places (steps + 1, n) on the way down a valley, with the same noise in the gradients each time.
+
+    The loss is x.V x / 2, the noise times x, and a penalty times |x|^2; the gradient is autograd's.
+    """
     size = setting.of(2, 4, 8)
     valley = normal(size, size, seed=setting.seed)
     valley = valley @ valley.mT / size + torch.eye(size, dtype=torch.float64) * 0.1
     x = nn.Parameter(normal(size, seed=setting.seed + 1))
-    disturbed = normal(steps, size, seed=setting.seed + 2, spread=noise)
     optimizer, places = make([x]), [x.detach().clone()]
-    for disturbance in disturbed:
-        x.grad = valley @ x.detach() + disturbance
+    for noise in normal(steps, size, seed=setting.seed + 2, spread=0.3):
+        optimizer.zero_grad()
+        (x @ valley @ x / 2 + noise @ x + penalty * x.square().sum()).backward()
         optimizer.step()
         places.append(x.detach().clone())
     return torch.stack(places)
-
-
-def apart(one: Tensor, other: Tensor) -> float:
-    return float((one - other).norm(dim=-1).max() / one.norm(dim=-1).max())
 
 
 # --- 17 and 18: momentum and running averages ---------------------------------------------------------------------
@@ -55,18 +54,19 @@ def momentum_is_average(setting: Setting) -> Finding:
     averaged = walk(lambda p: SGD(p, rate, share, "average"), setting, steps)
     momentum = walk(lambda p: SGD(p, rate_of_momentum(rate, share), share), setting, steps)
     same_rate = walk(lambda p: SGD(p, rate, share), setting, steps)
+    apart, apart_at_same_rate = distance(momentum, averaged), distance(same_rate, averaged)
     return Finding(
         [
-            at_most(f"the two walks over {steps} steps", apart(averaged, momentum), ROUNDING),
-            at_most("the two at the same rate", apart(averaged, same_rate), 0.01, mistake=True),
+            at_most(f"the two walks over {steps} steps", apart, ROUNDING),
+            at_most("the two at the same rate", apart_at_same_rate, 0.01, mistake=True),
         ],
         [
             "Momentum holds v = e (g_t + a g_{t-1} + a^2 g_{t-2} + ...) and steps by v.",
             "The average holds v = (1 - b) (g_t + b g_{t-1} + ...) and steps by d v: the same sum, times d (1 - b).",
             f"With a = b = {share}, d = {rate} and e = {rate_of_momentum(rate, share):.3g} the walks of {steps} "
-            f"noisy steps are apart by {small(apart(averaged, momentum))}.",
+            f"noisy steps are equal to {small(apart)}.",
             f"At the same rate momentum takes steps {1 / (1 - share):.0f} times as long, and is apart by "
-            f"{apart(averaged, same_rate):.2g}.",
+            f"{apart_at_same_rate:.2g}.",
         ],
         lambda: momentum_picture(setting),
     )  # fmt: skip
@@ -110,12 +110,12 @@ def bias_of_average(setting: Setting) -> Finding:
         plain.step()
         corrected.step()
     average, step = plain.state[x]["velocity"], before - y.detach()
-    written_out = sum((1 - share) * share ** (steps - i) * drawn[i - 1] for i in range(1, steps + 1))
+    written_out = torch.stack([(1 - share) * share ** (steps - i) * drawn[i - 1] for i in range(1, steps + 1)]).sum(0)
     error = float(average.std()) / walks**0.5
     error_corrected = float(step.std()) / walks**0.5
     return Finding(
         [
-            at_most("v_t from the sum written out", float((average - written_out).abs().max()), ROUNDING),
+            at_most("v_t from the sum written out", distance(average, written_out), ROUNDING),
             at_most(f"mean of v_t, t = {steps}, from (1 - b^t) E[g], in standard errors",
                     abs(float(average.mean()) - held(share, steps) * mean) / error, 4.5),
             at_most("mean of the corrected step from E[g], in standard errors",
@@ -150,28 +150,25 @@ def decay_of_penalty(rate: float, penalty: float) -> float:
 )  # fmt: skip
 def decay_is_penalty(setting: Setting) -> Finding:
     rate, penalty, steps = 0.1, 0.25, setting.of(30, 60, 120)
-    penalised = walk(
-        lambda p: SGD(p, rate, decay=2 * penalty), setting, steps
-    )  # The gradient of the penalty: 2 gamma x.
+    penalised = walk(lambda p: SGD(p, rate), setting, steps, penalty)
 
-    def decayed(share: float) -> Tensor:
-        """The optimiser decays by its rate times `decay`."""
-        return walk(lambda p: SGD(p, rate, decay=share / rate, decoupled=True), setting, steps)
+    def apart(share: float) -> float:
+        """From the walk of a decay by this share; the optimiser decays by its rate times `decay`."""
+        return distance(walk(lambda p: SGD(p, rate, decay=share / rate, decoupled=True), setting, steps), penalised)
 
     right = decay_of_penalty(rate, penalty)
     return Finding(
         [
-            at_most(f"the two walks over {steps} steps", apart(penalised, decayed(right)), ROUNDING),
-            at_most("with lambda = - 2 eta gamma", apart(penalised, decayed(-right)), 0.01, mistake=True),
-            at_most("with lambda = eta gamma", apart(penalised, decayed(right / 2)), 0.01, mistake=True),
+            at_most(f"the two walks over {steps} steps", apart(right), ROUNDING),
+            at_most("with lambda = - 2 eta gamma", apart(-right), 0.01, mistake=True),
+            at_most("with lambda = eta gamma", apart(right / 2), 0.01, mistake=True),
         ],
         [
             "The gradient of gamma |x|^2 is 2 gamma x. A step of SGD takes eta (g + 2 gamma x) away.",
             "That is (1 - 2 eta gamma) x - eta g: the weights shrink by lambda = 2 eta gamma, with a plus.",
-            f"eta = {rate}, gamma = {penalty}, lambda = {right:.3g}: apart by "
-            f"{small(apart(penalised, decayed(right)))} after {steps} steps.",
-            f"With the sign turned: {apart(penalised, decayed(-right)):.2g}; without the 2: "
-            f"{apart(penalised, decayed(right / 2)):.2g}.",
+            f"eta = {rate}, gamma = {penalty} with autograd's gradient of the penalty, and lambda = {right:.3g}: the "
+            f"walks of {steps} steps are equal to {small(apart(right))}.",
+            f"With the sign turned they are apart by {apart(-right):.2g}; without the 2, by {apart(right / 2):.2g}.",
         ],
     )  # fmt: skip
 
@@ -226,8 +223,8 @@ def adam_decays(setting: Setting) -> Finding:
         ],
         [
             "Adam divides the whole gradient, penalty included, by sqrt(s), the root of its mean square.",
-            "A weight with gradients a hundred times as large has a root a hundred times as large,",
-            "so that the same penalty pulls it a hundred times less. Decoupled decay is not divided.",
+            "A weight with gradients a hundred times as large has a root a hundred times as large, so that the same "
+            "penalty pulls it a hundred times less. Decoupled decay is not divided.",
             f"Two weights from 1, gradients {RATIO:.0f} : 1, {steps} steps, decay {DECAY}. Taken by L2: "
             f"{float(with_penalty[0]):.2g} and {float(with_penalty[1]):.2g}, "
             f"{float(with_penalty[1] / with_penalty[0]):.0f} "

@@ -4,17 +4,20 @@ W the recurrent matrix, s the activation, T steps; |s'| <= gamma. |.| of a matri
 """
 
 import math
+from collections.abc import Callable
 from itertools import product
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from subquad_lab.data.text import Corpus
+from subquad_lab.experiments.language import STREAMS, Config, Language
 from subquad_lab.models.cells import Activation, after_activation, alternating_sum, before_activation
 from subquad_lab.models.language import SigmoidRNN
 from subquad_lab.plots import axes_of, svg
 from subquad_lab.theory import Finding, Setting, at_least, at_most, claim, equal, small
-from subquad_lab.theory.attention import ROUNDING, normal
+from subquad_lab.theory.numbers import ROUNDING, distance, normal
 
 ACTIVATIONS: dict[str, Activation] = {
     "tanh": torch.tanh,
@@ -51,19 +54,21 @@ def two_forms(setting: Setting) -> Finding:
     for name, s in ACTIVATIONS.items():
         h = before_activation(w, u, b, s, start, inputs)
         g = after_activation(w, u, b, s, s(start), inputs)
-        apart[name] = float((g - one_from_the_other(h, s)).abs().max() / g.abs().max())
+        apart[name] = distance(g, one_from_the_other(h, s))
     return Finding(
         [at_most(f"{name}: the two forms over {steps} steps", error, ROUNDING) for name, error in apart.items()],
         [
-            "Let g_t = s(h_t), and g_0 = s(h_0). Then h_t = W g_{t-1} + U x_t + b, by the first form;",
+            "Let g_t = s(h_t), and g_0 = s(h_0). Then h_t = W g_{t-1} + U x_t + b, by the first form.",
             "s on both sides gives g_t = s(W g_{t-1} + U x_t + b), which is the second.",
             "Nothing was asked of s. The states differ by s, the sequence of outputs does not.",
-            *(f"{name}: apart by {small(error)} after {steps} steps." for name, error in apart.items()),
+            f"Over {steps} steps with {', '.join(apart)} the two are equal to {small(max(apart.values()))}.",
         ],
     )  # fmt: skip
 
 
 # --- 12 and 13 ----------------------------------------------------------------------------------------------------
+
+BOUNDED: dict[str, tuple[Activation, float]] = {"tanh": (torch.tanh, 1.0), "sigmoid": (torch.sigmoid, 0.25)}  # gamma
 
 
 def step_jacobian(w: Tensor, slope: Tensor) -> Tensor:
@@ -80,17 +85,55 @@ def largest_eigenvalue(delta: float, gamma: float) -> float:
     return (delta / gamma) ** 2
 
 
-def gradients(w: Tensor, start: Tensor, inputs: Tensor) -> Tensor:
-    """|dh_t / dh_0| (t, networks) of h_t = W tanh(h_{t-1}) + x_t, by the chain rule; w (networks, n, n)."""
-    h, whole, norms = start, torch.eye(w.shape[-1], dtype=w.dtype).expand_as(w), []
-    for x in inputs:
-        whole = step_jacobian(w, 1 - torch.tanh(h) ** 2) @ whole
-        h = (w @ torch.tanh(h)[..., None])[..., 0] + x
-        norms.append(torch.linalg.matrix_norm(whole, 2))
-    return torch.stack(norms)
+def slopes(s: Activation, h: Tensor) -> Tensor:
+    h = h.detach().requires_grad_()
+    return torch.autograd.grad(s(h).sum(), h)[0]
 
 
-NETWORKS = 1000
+def jacobians(w: Tensor, b: Tensor, s: Activation, start: Tensor, inputs: Tensor) -> Tensor:
+    """dh_t / dh_0 (T, networks, n, n) by the chain rule, of h_t = W s(h_{t-1}) + x_t + b.
+
+    w (networks, n, n), b and start (networks, n), inputs (T, networks, n).
+    """
+    same = torch.eye(w.shape[-1], dtype=w.dtype)
+    run = torch.vmap(lambda w, b, h, x: before_activation(w, same, b, s, h, x), in_dims=(0, 0, 0, 1), out_dims=1)
+    before = torch.cat([start[None], run(w, b, start, inputs)[:-1]])
+    whole, found = same, []
+    for slope in slopes(s, before):
+        whole = step_jacobian(w, slope) @ whole
+        found.append(whole)
+    return torch.stack(found)
+
+
+def gradients(w: Tensor, s: Activation, seed: int, steps: int) -> Tensor:
+    """|dh_t / dh_0| (T, networks) from a random start, with random inputs."""
+    networks, width, _ = w.shape
+    start = normal(networks, width, seed=seed + 1, spread=0.3)
+    inputs = normal(steps, networks, width, seed=seed + 2, spread=0.3)
+    return torch.linalg.matrix_norm(jacobians(w, torch.zeros_like(start), s, start, inputs), 2)
+
+
+def steepest_gradient(eigenvalue: float, s: Activation, width: int, seed: int, steps: int) -> float:
+    """|dh_T / dh_0| of W = sqrt(eigenvalue) times an orthogonal matrix that stays at h = 0, where s is steepest."""
+    w = math.sqrt(eigenvalue) * torch.linalg.qr(normal(1, width, width, seed=seed))[0]
+    start = torch.zeros(1, width, dtype=torch.float64)
+    b = -(w @ s(start)[..., None])[..., 0]
+    whole = jacobians(w, b, s, start, torch.zeros(steps, 1, width, dtype=torch.float64))
+    return float(torch.linalg.matrix_norm(whole[-1], 2))
+
+
+def apart_from_autograd(s: Activation, width: int, seed: int, steps: int) -> float:
+    """The chain rule through all steps of one network, against autograd through the lab's cell."""
+    w, b = scaled(normal(1, width, width, seed=seed), 1.0), normal(1, width, seed=seed + 1, spread=0.3)
+    start, inputs = normal(1, width, seed=seed + 2), normal(steps, 1, width, seed=seed + 3)
+    same = torch.eye(width, dtype=torch.float64)
+    by_autograd = torch.autograd.functional.jacobian(
+        lambda h: before_activation(w[0], same, b[0], s, h, inputs[:, 0])[-1], start[0]
+    )
+    return distance(jacobians(w, b, s, start, inputs)[-1, 0], by_autograd)
+
+
+NETWORKS = 1000  # half of them with each activation
 
 
 @claim(
@@ -100,31 +143,29 @@ NETWORKS = 1000
     r"\frac{\delta^2}{\gamma^2} \Rightarrow \left|\frac{\partial h_T}{\partial h_0}\right| \le \delta^T",
 )  # fmt: skip
 def vanishing(setting: Setting) -> Finding:
-    width, steps = setting.of(4, 6, 10), 25
-    deltas = torch.linspace(0.5, 0.99, NETWORKS, dtype=torch.float64)
-    sizes = torch.tensor([math.sqrt(largest_eigenvalue(float(d), 1.0)) for d in deltas], dtype=torch.float64)
-    w = scaled(normal(NETWORKS, width, width, seed=setting.seed), sizes)
-    start = normal(NETWORKS, width, seed=setting.seed + 1, spread=0.3)
-    norms = gradients(w, start, normal(steps, NETWORKS, width, seed=setting.seed + 2, spread=0.3))
+    width, steps, seed = setting.of(4, 6, 10), 25, setting.seed
+    deltas = torch.linspace(0.5, 0.99, NETWORKS // len(BOUNDED), dtype=torch.float64)
     bounds = torch.tensor([[vanishing_bound(float(d), t) for d in deltas] for t in range(1, steps + 1)])
-    violations = int((norms > bounds * (1 + 1e-12)).sum())
-    h = normal(width, seed=setting.seed + 3)
-    by_autograd = torch.autograd.functional.jacobian(lambda h: w[-1] @ torch.tanh(h), h)
-    apart = float((step_jacobian(w[-1], 1 - torch.tanh(h) ** 2) - by_autograd).norm() / by_autograd.norm())
-    worst = float((norms[-1] / bounds[-1]).max())
+    violations, apart, steepest = 0, 0.0, {}
+    for name, (s, gamma) in BOUNDED.items():
+        sizes = torch.tensor([math.sqrt(largest_eigenvalue(float(d), gamma)) for d in deltas], dtype=torch.float64)
+        norms = gradients(scaled(normal(len(deltas), width, width, seed=seed), sizes), s, seed, steps)
+        violations += int((norms > bounds * (1 + ROUNDING)).sum())
+        apart = max(apart, apart_from_autograd(s, width, seed, steps))
+        steepest[name] = steepest_gradient(largest_eigenvalue(0.9, gamma), s, width, seed, steps)
     return Finding(
         [
-            at_most("W diag(s') from autograd's", apart, ROUNDING),
+            at_most(f"product of W diag(s') from autograd's, T = {steps}", apart, ROUNDING),
             equal(f"violations of delta^t in {NETWORKS:,} networks, t = 1 to {steps}", violations, 0),
-            at_most(f"largest gradient by delta^T, T = {steps}", worst, 1.0),
+            *(equal(f"{name} at its steepest, |W| = 0.9 / gamma", found, vanishing_bound(0.9, steps))
+              for name, found in steepest.items()),
         ],
         [
-            "h_t = W s(h_{t-1}) + U x_t + b. Its derivative by h_{t-1} is W times the diagonal of s'(h_{t-1}),",
-            f"which autograd confirms to {small(apart)}.",
-            "|W diag(s')| <= |W| gamma, and |W|^2 is the largest eigenvalue of W^T W: at most delta each step.",
-            "A product of T such factors is at most delta^T.",
-            f"{NETWORKS:,} random networks of width {width}, tanh (gamma = 1), delta from 0.5 to 0.99, {steps} steps: "
-            f"{violations} violations; the nearest came to {worst:.2f} of its bound.",
+            "|W diag(s')| <= |W| gamma, and |W|^2 is the largest eigenvalue of W^T W: each step has at most delta, and "
+            f"T of them have delta^T. Autograd through {steps} steps confirms the product to {small(apart)}.",
+            f"{NETWORKS:,} random networks of width {width}, half tanh (gamma = 1) and half sigmoid (gamma = 1/4), "
+            f"delta = 0.5 to 0.99: {violations} violations.",
+            "The bound is reached where |W| stretches all directions alike and s stays steepest, at h = 0.",
         ],
         lambda: gradient_picture(setting),
     )  # fmt: skip
@@ -134,10 +175,9 @@ def gradient_picture(setting: Setting) -> bytes:
     """Gradient norms over time, with the bound, for several sizes of W."""
     figure, (axes,) = axes_of(1)
     steps, width = 40, 12
-    inputs = normal(steps, 1, width, seed=setting.seed + 2, spread=0.3)
     for colour, size in enumerate((0.6, 0.9, 1.0, 1.3, 2.0)):
         w = scaled(normal(1, width, width, seed=setting.seed), torch.tensor([size], dtype=torch.float64))
-        norms = gradients(w, normal(1, width, seed=setting.seed + 1, spread=0.3), inputs)[:, 0]
+        norms = gradients(w, torch.tanh, setting.seed, steps)[:, 0]
         axes.semilogy(range(1, steps + 1), norms, color=f"C{colour}", label=f"|W| = {size}")
         axes.semilogy(range(1, steps + 1), [size**t for t in range(1, steps + 1)], ":", color=f"C{colour}")
     axes.set(xlabel="steps T", ylabel="|dh_T / dh_0|, dotted: its bound", ylim=(1e-12, 1e12))
@@ -157,47 +197,43 @@ def explosion_threshold(gamma: float) -> float:
     "A largest eigenvalue above the threshold is enough; or the threshold is 1 / gamma.",
 )  # fmt: skip
 def exploding(setting: Setting) -> Finding:
-    steps, eigenvalue = setting.of(20, 40, 60), 2.25
-    w = math.sqrt(eigenvalue)
-
-    def scalar(bias: float, activation: Activation, weight: float) -> float:
-        h0 = torch.tensor([0.1], dtype=torch.float64, requires_grad=True)
-        constants = [torch.tensor([[weight]], dtype=torch.float64), torch.zeros(1, 1, dtype=torch.float64),
-                     torch.tensor([bias], dtype=torch.float64)]  # fmt: skip
-        states = before_activation(*constants, activation, h0, torch.zeros(steps, 1, dtype=torch.float64))
-        return float(torch.autograd.grad(states[-1, 0], h0)[0].abs())
-
-    saturated, linear = scalar(3.0, torch.tanh, w), scalar(0.0, lambda x: x, w)
-    below = math.sqrt(explosion_threshold(0.25) * 0.99)  # of a sigmoid, whose slope is at most 1/4
-    networks, width = 200, setting.of(4, 6, 8)
-    matrices = scaled(normal(networks, width, width, seed=setting.seed), below)
-    h = normal(networks, width, seed=setting.seed + 1)
-    whole = torch.eye(width, dtype=torch.float64).expand(networks, -1, -1)
-    for x in normal(steps, networks, width, seed=setting.seed + 2):
-        slope = torch.sigmoid(h) * (1 - torch.sigmoid(h))
-        whole = step_jacobian(matrices, slope) @ whole
-        h = (matrices @ torch.sigmoid(h)[..., None])[..., 0] + x
-    below_all = float(torch.linalg.matrix_norm(whole, 2).max())
+    width, steps, seed = setting.of(4, 6, 8), setting.of(20, 40, 60), setting.seed
+    sigmoid, gamma = BOUNDED["sigmoid"]
+    threshold = explosion_threshold(gamma)
+    below, above = (steepest_gradient(part * threshold, sigmoid, width, seed, steps) for part in (0.99, 1.01))
+    matrices = scaled(normal(200, width, width, seed=seed), math.sqrt(0.99 * threshold))
+    below_all = float(gradients(matrices, sigmoid, seed, steps)[-1].max())
+    saturated = unit_gradient(2.25, 3.0, torch.tanh, steps)
+    doubled = unit_gradient(0.36, 0.0, lambda h: 2 * h, steps)  # gamma = 2
     return Finding(
         [
-            at_most(f"gradient of a linear unit, lambda_1 = {eigenvalue}, T = {steps}, by 1.5^T",
-                    abs(linear / w**steps - 1), 1e-9),
-            at_least("lambda_1 of the saturated unit", eigenvalue, explosion_threshold(1.0)),
+            at_most(f"sigmoid at its steepest, lambda_1 = 0.99 / gamma^2, T = {steps}", below, 1.0),
+            at_least("the same, lambda_1 = 1.01 / gamma^2", above, 1.0),
+            at_most("largest gradient of 200 networks with lambda_1 = 0.99 / gamma^2", below_all, 1.0),
+            at_least("lambda_1 of the saturated unit", 2.25, explosion_threshold(1.0)),
             at_most("gradient of the saturated unit", saturated, 1e-6),
-            at_most(f"largest gradient of {networks} sigmoid networks just below the threshold", below_all, 1.0),
-            at_least("gradient of the saturated unit, were the eigenvalue enough", saturated, 1.0, mistake=True),
-            at_least("the same networks, above 1 / gamma = 4, were that the threshold", below_all, 1.0, mistake=True),
+            at_least("the same, were lambda_1 above the threshold enough", saturated, 1.0, mistake=True),
+            at_most("s(h) = 2 h, lambda_1 = 0.36, were it safe below 1 / gamma = 0.5", doubled, 1.0, mistake=True),
         ],
         [
-            "If lambda_1 <= 1 / gamma^2, every factor is at most 1, and no product of them exceeds 1.",
-            "So a gradient that explodes needs lambda_1 > 1 / gamma^2. The reverse does not follow:",
-            "gamma is the steepest slope of s, and a unit need not be where s is steep.",
-            f"lambda_1 = {eigenvalue}, no activation: the gradient is 1.5^{steps} = {linear:.3g}.",
-            f"The same with tanh and a bias of 3: s' is nearly 0, and the gradient is {saturated:.1g}.",
-            f"gamma of a sigmoid is 1/4, so its threshold is 16, not 4: {networks} networks with lambda_1 = "
-            f"{below**2:.1f} have gradients of at most {below_all:.1g}.",
+            "If lambda_1 <= 1 / gamma^2, every factor is at most 1, and no product of them exceeds 1; so a gradient "
+            "that explodes needs lambda_1 > 1 / gamma^2.",
+            f"gamma of a sigmoid is 1/4, so its threshold is {threshold:.0f}. Where it is steepest, the gradient after "
+            f"{steps} steps is {below:.3f} at 0.99 of the threshold and {above:.3f} at 1.01.",
+            "The reverse does not follow: gamma is the steepest slope of s, and a unit need not be where s is steep.",
+            f"tanh with lambda_1 = 2.25 and a bias of 3: s' is nearly 0, and the gradient is {saturated:.1g}.",
+            f"1 / gamma is no threshold: s(h) = 2 h has gamma = 2, and with lambda_1 = 0.36 < 0.5 its gradient is "
+            f"1.2^{steps} = {doubled:.3g}.",
         ],
     )  # fmt: skip
+
+
+def unit_gradient(eigenvalue: float, bias: float, s: Activation, steps: int) -> float:
+    """|dh_T / dh_0| of one unit, by autograd through the lab's cell."""
+    start = torch.tensor([0.1], dtype=torch.float64, requires_grad=True)
+    w, nothing = torch.tensor([[math.sqrt(eigenvalue)]], dtype=torch.float64), torch.zeros(1, 1, dtype=torch.float64)
+    states = before_activation(w, nothing, nothing[0] + bias, s, start, nothing.expand(steps, 1))
+    return float(torch.autograd.grad(states[-1, 0], start)[0].abs())
 
 
 # --- 14 to 16 -----------------------------------------------------------------------------------------------------
@@ -261,28 +297,27 @@ def language_model(setting: Setting) -> Finding:
     torch.manual_seed(setting.seed)
     model = SigmoidRNN(words, embedding, width, dropout=0.0, tied=False).double()
     before = normal(1, width, seed=setting.seed + 1).sigmoid().requires_grad_()
-    word, target = torch.tensor([[2]]), 5
+    word, target = torch.tensor([[2]]), torch.tensor([5])
     logits, h = model(word, before)
-    loss = F.cross_entropy(logits[0], torch.tensor([target]))
     assert model.embedding.outward is not None
     parts = {"L": model.embedding.inward, "H": model.recurrent.weight.mT, "I": model.inward.weight.mT,
              "U": model.embedding.outward.mT, "b1": model.inward.bias, "b2": model.embedding.bias}  # fmt: skip
     own = [model.embedding.outward, model.embedding.bias, model.inward.weight, model.recurrent.weight,
            model.inward.bias, model.embedding.inward, before]  # fmt: skip
-    du, db2, di, dh, db1, dl, dbefore = torch.autograd.grad(loss, own)
+    du, db2, di, dh, db1, dl, dbefore = torch.autograd.grad(F.cross_entropy(logits[0], target), own)
     by_autograd = {"U": du.mT, "b2": db2, "I": di.mT, "H": dh.mT, "b1": db1, "e": dl[2:3], "h'": dbefore}
-    wanted = F.one_hot(torch.tensor([target]), words).double()
+    wanted = F.one_hot(target, words).double()
     by_hand = one_step_gradients(model.embedding.inward[2:3], before, h, logits[0].softmax(-1), wanted, parts)
-    apart = {of: float((by_hand[of].detach() - found).norm() / found.norm()) for of, found in by_autograd.items()}
-    differences = finite_difference(model, before.detach(), word, target)
-    apart_of_differences = float((differences - dh).norm() / dh.norm())
-    shapes = language_model_shapes(words, embedding, width)
-    wrong = sum(tuple(parts[name].shape) != shape for name, shape in shapes.items())
+    apart = {of: distance(by_hand[of].detach(), found) for of, found in by_autograd.items()}
+    places = parts | {"e": model.embedding.inward[2:3], "h'": before}
+    loss = lambda: F.cross_entropy(model(word, before)[0][0], target)
+    measured = {of: distance(finite_differences(loss, places[of].detach()), by_autograd[of]) for of in by_autograd}
+    said, found = language_model_shapes(words, embedding, width), {name: tuple(p.shape) for name, p in parts.items()}
     return Finding(
         [
-            equal("matrices and vectors of another shape than said", wrong, 0),
-            *(at_most(f"d{name} by hand from autograd's", error, ROUNDING) for name, error in apart.items()),
-            at_most("dH from finite differences", apart_of_differences, 1e-6),
+            equal("matrices and vectors whose shape is not as said", len(said.items() ^ found.items()), 0),
+            *(at_most(f"d{of} by hand from autograd's", error, ROUNDING) for of, error in apart.items()),
+            *(at_most(f"d{of} from finite differences", error, 1e-6) for of, error in measured.items()),
         ],
         [
             "The cross-entropy of a softmax has the gradient y^ - y by its inputs: call it d1.",
@@ -290,29 +325,24 @@ def language_model(setting: Setting) -> Finding:
             "The sigmoid's slope is h (1 - h): d2 = (d1 U^T) h (1 - h) is what reaches h' H + e I + b1.",
             "So dI = e^T d2, dH = h'^T d2, db1 = d2, de = d2 I^T, dh' = d2 H^T.",
             f"Sizes with {words} words, embedding {embedding}, width {width}: "
-            + ", ".join(f"{name} {'x'.join(map(str, shape))}" for name, shape in shapes.items()) + ".",
-            f"By hand from autograd: at most {small(max(apart.values()))}; dH from finite differences: "
-            f"{small(apart_of_differences)}.",
+            + ", ".join(f"{name} {'x'.join(map(str, shape))}" for name, shape in said.items()) + ".",
+            f"By hand from autograd: at most {small(max(apart.values()))}; all of them from finite differences: at "
+            "most 1e-06.",
         ],
     )  # fmt: skip
 
 
 @torch.no_grad()
-def finite_difference(model: SigmoidRNN, before: Tensor, word: Tensor, target: int, step: float = 1e-5) -> Tensor:
-    """Of the loss by each entry of the recurrent matrix."""
-    weight = model.recurrent.weight
-    found = torch.zeros_like(weight)
-
-    def loss() -> Tensor:
-        return F.cross_entropy(model(word, before)[0][0], torch.tensor([target]))
-
-    for place in product(*map(range, weight.shape)):
-        kept = weight[place].clone()
-        weight[place] = kept + step
+def finite_differences(loss: Callable[[], Tensor], x: Tensor, step: float = 1e-5) -> Tensor:
+    """Of a loss by each entry of x, which is changed in place and put back."""
+    found = torch.zeros_like(x)
+    for place in product(*map(range, x.shape)):
+        kept = x[place].clone()
+        x[place] = kept + step
         above = loss()
-        weight[place] = kept - step
+        x[place] = kept - step
         found[place] = (above - loss()) / (2 * step)
-        weight[place] = kept
+        x[place] = kept
     return found
 
 
@@ -326,26 +356,32 @@ def perplexity(cross_entropy: float) -> float:
     r"\left(\prod_t p_t\right)^{-1/T} = \exp\left(-\frac{1}{T} \sum_t \log p_t\right)",
 )  # fmt: skip
 def perplexity_is_exponential(setting: Setting) -> Finding:
-    words, length = setting.of(5, 9, 17), setting.of(12, 24, 48)
+    words, length = setting.of(5, 9, 17), STREAMS * setting.of(2, 3, 4)
+    text = torch.randint(words, (length + 1,), generator=torch.Generator().manual_seed(setting.seed))
     torch.manual_seed(setting.seed)
-    model = SigmoidRNN(words, 4, 6, dropout=0.0, tied=False).double()
-    text = torch.randint(words, (1, length + 1), generator=torch.Generator().manual_seed(setting.seed))
-    with torch.no_grad():
-        logits, _ = model(text[:, :-1])
-    entropy = float(F.cross_entropy(logits[0], text[0, 1:]))
-    probabilities = logits[0].softmax(-1).gather(1, text[0, 1:, None])
-    geometric = float(probabilities.prod()) ** (-1 / length)
-    uniform = float(F.cross_entropy(torch.zeros(3, words, dtype=torch.float64), torch.tensor([0, 1, 2])))
+    config = Config(model="rnn", embedding=4, width=6, batch=1, context=4, dropout=0.0, tied=False)
+    task = Language(config, Corpus("drawn", "", tuple(map(str, range(words))), text, text, text))
+    task.model.double()
+    found = task.evaluate("test", lambda: None)
+    with torch.no_grad():  # The lab evaluates a text in streams.
+        chances = task.model(text[:-1].view(STREAMS, -1))[0].softmax(-1).flatten(0, 1).gather(1, text[1:, None])
+        for parameter in task.model.parameters():
+            parameter.zero_()
+    geometric, entropy = float(chances.prod()) ** (-1 / length), -float(chances.log().mean())
+    ignorant = task.evaluate("test", lambda: None)["perplexity"]
     return Finding(
         [
+            equal("the lab's perplexity", found["perplexity"], perplexity(entropy)),
             equal("inverse geometric mean of the probabilities", geometric, perplexity(entropy)),
-            equal(f"perplexity of a model that knows nothing of {words} words", perplexity(uniform), words),
+            equal("the lab's cross-entropy", found["cross_entropy"], entropy),
+            equal(f"the lab's perplexity of a model that knows nothing of {words} words", ignorant, words),
         ],
         [
-            "The logarithm of the geometric mean of p_1 ... p_T is the mean of log p_t;",
-            "the cross-entropy is that mean with its sign turned.",
+            "The logarithm of the geometric mean of p_1 ... p_T is the mean of log p_t; the cross-entropy is that mean "
+            "with its sign turned.",
             f"A model of {words} words on a text of {length}: cross-entropy {entropy:.4f}, exponential "
             f"{perplexity(entropy):.4f}; the probabilities multiplied out give {geometric:.4f}.",
-            f"A model that gives every word the same has perplexity {perplexity(uniform):.4f}: the number of words.",
+            f"The lab, which evaluates language models by it, finds {found['perplexity']:.4f}.",
+            f"A model that gives every word the same has perplexity {ignorant:.4f}: the number of words.",
         ],
     )  # fmt: skip
