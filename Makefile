@@ -4,14 +4,16 @@ BIN := .venv/bin
 
 # A virtual machine can advertise AMX and not allow it; a bfloat16 product then dies with an illegal
 # instruction. oneDNN reads this limit when torch is loaded, so it must be set before Python starts.
-test bench demo mutants: export ONEDNN_MAX_CPU_ISA = AVX512_CORE_BF16
+test bench demo mutants sanitize: export ONEDNN_MAX_CPU_ISA = AVX512_CORE_BF16
 
 # pip applies -c to what it installs but not to its isolated build environment; these two variables
 # (the first for older pips, the second for newer ones) pin that as well.
 PIP_INSTALL := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 \
 	$(BIN)/python -m pip install -qq -c constraints.txt
 
-.PHONY: help demo test lint bench mutants docs clean
+KERNELS := $(wildcard src/subquad/native/*.cpp src/subquad/native/*.h)
+
+.PHONY: help demo test lint bench mutants docs wheel sanitize clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -37,8 +39,14 @@ mutants: .venv/installed ## break the library on purpose and count the breaks th
 docs: .venv/installed ## write docs/theory.md from the claims of `subquad verify`
 	@$(BIN)/python tools/theory_page.py
 
+wheel: .venv/installed ## build dist/subquad-*.whl, with the kernels, for any Linux with this processor family
+	@$(BIN)/python tools/wheel.py
+
+sanitize: .venv/installed ## run the tests of the kernels under AddressSanitizer and UndefinedBehaviorSanitizer
+	@$(BIN)/python tools/sanitize.py
+
 clean: ## remove what the other targets made
-	rm -rf .venv build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv build dist src/*.egg-info src/subquad/native/_kernels* .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/bin/python:
@@ -46,7 +54,7 @@ clean: ## remove what the other targets made
 	@$(PYTHON) -m venv .venv
 
 # A stamp is written only after a whole installation, so that an interrupted one is done again.
-.venv/installed: pyproject.toml constraints.txt | .venv/bin/python
+.venv/installed: pyproject.toml constraints.txt setup.py $(KERNELS) | .venv/bin/python
 	@echo "Installing into .venv (a minute or two the first time) ..."
 	@$(PIP_INSTALL) -e '.[lab,speech,dev]'
 	@touch $@

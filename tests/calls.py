@@ -69,7 +69,7 @@ by_mask = pytest.mark.parametrize("mask", MASKS)
 
 def forms_of(mask: str) -> tuple[str, ...]:
     """Those beside the dense one."""
-    return ("chunked", "step") if MASKS[mask]["is_causal"] else ("linear",)
+    return ("chunked", "fused", "step") if MASKS[mask]["is_causal"] else ("linear", "fused")
 
 
 def visible(mask: str, n: int = 21) -> Tensor:

@@ -10,6 +10,7 @@ from hypothesis import settings
 
 from subquad import _calibration
 from subquad._times import work
+from subquad.native import _library
 
 settings.register_profile("subquad", derandomize=True, deadline=None, print_blob=True)
 settings.load_profile("subquad")
@@ -22,6 +23,13 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def torch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls go the way of torch's own operations, also in processes that the test starts."""
+    monkeypatch.setattr(_library, "AVAILABLE", False)
+    monkeypatch.setenv("SUBQUAD_NATIVE", "0")
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ torch.Size([1, 8, 512, 16])
 from subquad._attention import attention, normalizer
 from subquad._auto import Auto
 from subquad._cost import cost, crossover, multihead_cost
+from subquad._decoder import Decoder
 from subquad._error import error, needed_degree, needed_features
 from subquad._features import Exact, FeatureMap, Linear, RandomFeatures, Taylor
 from subquad._modules import MultiheadAttention
@@ -21,6 +22,7 @@ from subquad._state import State
 __version__ = "0.1.0"
 __all__ = [
     "Auto",
+    "Decoder",
     "Exact",
     "FeatureMap",
     "Linear",

@@ -20,7 +20,7 @@ from math import sqrt
 from typing import Any, Literal, NamedTuple, cast, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from subquad import _forms as forms
@@ -30,11 +30,12 @@ from subquad._features import Exact, Linear, RandomFeatures, Taylor
 from subquad._kernel import FeatureKernel, Kernel, Sums, widen
 from subquad._layout import Layout, check_shapes, check_state, check_tensors
 from subquad._masks import is_per_query_head, key_mask, refuse_unfactored, segment_runs
-from subquad._methods import Approximation, Method, kernel_of, resolve, shifted
+from subquad._methods import Approximation, Method, kernel_of, recipe_of, resolve, shifted
 from subquad._separable import Separable
 from subquad._state import State
+from subquad.native._fused import serves
 
-Form = Literal["dense", "chunked", "step"]
+Form = Literal["dense", "chunked", "step", "fused"]
 
 
 @overload
@@ -208,7 +209,12 @@ def attend(
     with off:
         q, k, v = layout.fold_query(query), layout.fold_key(key), layout.fold_key(value)
         resumed = state is not None and state.sums is not None
-        form, sizes = choose_form(method, layout, is_causal, stateful, resumed, form, chunk)
+        learned = torch.is_grad_enabled() and (isinstance(method, nn.Module) or any(
+            x is not None and x.requires_grad for x in (q, k, v, None if state is None else state.sums)))  # fmt: skip
+        # The kernels have no derivative for sums, and no way for queries and keys of different number to run alongside.
+        fusable = serves(recipe_of(method), q, k, v, runs) and not (stateful and learned)
+        fusable = fusable and (not is_causal or layout.queries == layout.keys)
+        form, sizes = choose_form(method, layout, is_causal, stateful, resumed, form, chunk, fusable)
         scale = 1 / sqrt(layout.width or 1) if scale is None else scale
         kernel, q, k = kernel_of(method, q, k, scale, pairs_alone=form == "dense")
         if not normalized and isinstance(kernel, FeatureKernel):
@@ -289,31 +295,34 @@ class Sizes(NamedTuple):
     unit: int  # tokens between two kept states, a multiple of the wave
     rows: int  # rows of the dense form
     batch: int  # batches and heads
+    fused: int = 0  # tokens of a chunk of the kernels; 0: as they like
 
 
 def choose_form(
     method: Approximation, layout: Layout, is_causal: bool, stateful: bool, resumed: bool,
-    form: Form | None, chunk: int | None,
+    form: Form | None, chunk: int | None, fusable: bool = False,
 ) -> tuple[Form, Sizes]:  # fmt: skip
-    """The cheapest form, by the multiplications that each would make."""
+    """The cheapest form, by the multiplications that each would make; `fusable`: whether the kernels serve the call."""
     n, m, d, e, b = layout.queries, layout.keys, layout.width, layout.value_width, max(1, layout.rows)
     r = method.size(d)
     separable = isinstance(method, Separable)
     # Where weights come from logits, a pair costs d and not r.
     polynomial = (isinstance(method, Taylor) and method.basis == "symmetric") or method == Linear("identity")
     if chunk is not None:  # A test that crosses all borders.
-        wave, unit, batch = 2 * chunk, 4 * chunk, b
+        wave, unit, batch, fused = 2 * chunk, 4 * chunk, b, chunk
     else:
         chunk = max(1, min(n if n <= 2 * CHUNK else CHUNK, CACHE // max(1, r)))
         wave = chunk * max(1, min(WAVE, CACHE // max(r, chunk)) // (b * layout.group * chunk))
         unit = wave * max(1, UNIT // wave)
-        batch = max(1, min(WAVE, CACHE // max(r, chunk)) // (layout.group * chunk))
+        batch, fused = max(1, min(WAVE, CACHE // max(r, chunk)) // (layout.group * chunk)), 0
     rows = max(1, min(n, max(CHUNK, PAIRS // max(1, b * layout.group * m))))
-    sizes = Sizes(chunk, wave, unit, rows, batch)
+    sizes = Sizes(chunk, wave, unit, rows, batch, fused)
     if form is not None:
-        return form, sizes
-    if stateful:
-        return ("step" if resumed and n == m == 1 else "chunked"), sizes
+        return ("chunked" if form == "fused" and not fusable else form), sizes
+    if stateful and resumed and n == m == 1:
+        return "step", sizes
+    if fusable or stateful:
+        return ("fused" if fusable else "chunked"), sizes
     pairs = n * m * layout.group / (2 if is_causal and n == m else 1)
     dense = pairs * ((d if polynomial else r) + e + 64)
     linear = (n * layout.group + m) * r * (e + 32)
@@ -326,6 +335,8 @@ def run_form(
 ) -> tuple[Tensor, Sums | None]:  # fmt: skip
     """(b, g, n, e), and the sums of all keys where they are wanted."""
     n, m = q.shape[2], k.shape[1]
+    if form == "fused":
+        return forms.fused(cast(FeatureKernel, kernel), q, k, v, keep, before, is_causal, want_sums, sizes.fused)
     if q.shape[0] > sizes.batch:
         return run_in_batches(form, sizes, kernel, q, k, v, keep, runs, before, is_causal, want_sums)
     if q.shape[0] * q.shape[1] * n == 0 or (m == 0 and before is None):  # Nobody asks, or there is nothing to see.

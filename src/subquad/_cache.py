@@ -20,10 +20,11 @@ try:
 except ImportError:  # Windows has none: there two processes may measure at once.
     fcntl = None  # type: ignore[assignment]
 
+from subquad import native
 from subquad._calibration import Progress, calibrate, grid_once
 from subquad._times import Calibration, name_of, work
 
-VERSION = 4  # of the file and of the work that the coefficients are for
+VERSION = 5  # of the file and of the work that the coefficients are for
 
 
 def machine(device: torch.device, dtype: torch.dtype) -> dict[str, str | int]:
@@ -34,7 +35,7 @@ def machine(device: torch.device, dtype: torch.dtype) -> dict[str, str | int]:
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return {
         "version": VERSION, "device": f"{device.type}: {name}", "dtype": str(dtype), "threads": torch.get_num_threads(),
-        "torch": torch.__version__,
+        "torch": torch.__version__, "native": str(native.status().instructions),
     }  # fmt: skip
 
 
@@ -57,7 +58,7 @@ def cache_folder() -> Path:
 
 
 def file_of(of: dict[str, str | int]) -> Path:
-    words = "-".join(str(of[part]) for part in ("device", "dtype", "threads", "torch"))
+    words = "-".join(str(of[part]) for part in ("device", "dtype", "threads", "torch", "native"))
     return cache_folder() / f"calibration-{''.join(c if c.isalnum() or c in '.-' else '_' for c in words)}.json"
 
 

@@ -15,9 +15,10 @@ import torch
 
 from subquad._attention import attend
 from subquad._features import Exact, Linear, RandomFeatures, Taylor
-from subquad._methods import Approximation, Named
+from subquad._methods import Approximation, Named, recipe_of
 from subquad._separable import Separable
 from subquad._times import EXACT_LENGTHS, EXACT_WIDTHS, Calibration, Shape, name_of, work
+from subquad.native._fused import knows
 
 TURNS = 3
 ENOUGH = 26.0  # seconds, after which the later turns are not ended
@@ -45,6 +46,9 @@ def grid() -> Iterator[tuple[Named, str, Shape]]:
                 heads = 8 if r < 1000 else 2
                 for n in (256, 512, 2048 if r <= 128 else 1024):
                     yield method, "chunked", _sized(shape, n, d, heads)
+                if knows(recipe_of(method)):
+                    for n, few in ((128, 8), (512, 8), (1024 if r > 1000 else 2048, heads)):
+                        yield method, "fused", _sized(shape, n, d, few)
                 if is_causal and not isinstance(method, Separable):
                     for n, few in ((128, 8), (768, 4)):
                         yield method, "dense", _sized(shape, n, d, few)

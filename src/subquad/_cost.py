@@ -58,9 +58,10 @@ def cost(
     key_length, value_dim and key_heads default to query_length, head_dim and heads. form: what `attention` itself would
     choose, or one of "dense", "linear", "chunked"; "step" is one token after key_length - 1 others in a state.
 
-    The work of our forms is what torch's FlopCounterMode counts, exactly. That of `Exact` is that of the pairs that are
-    seen; torch's kernel rounds causal rows up to blocks. A user's map is run on one token to count its layers; what it
-    holds in memory beyond its result is not known, and left out.
+    The work of our forms is what torch's FlopCounterMode counts, exactly, where torch's operations make them; the
+    native kernels make the same products, and need less memory. That of `Exact` is that of the pairs that are seen;
+    torch's kernel rounds causal rows up to blocks. A user's map is run on one token to count its layers;
+    what it holds in memory beyond its result is not known, and left out.
 
     >>> cost("taylor", query_length=1000, head_dim=64, form="linear").flops  # 2 * 2000 tokens * 2145 features * 65
     557700000

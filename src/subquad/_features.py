@@ -40,6 +40,8 @@ def constant(make: Table) -> Table:
     def made(*arguments: object) -> Tensor:
         return once(*arguments)
 
+    # The compiler knows constants by the name in their code, and stumbles over two of the same.
+    made.__code__ = made.__code__.replace(co_name=make.__name__)  # type: ignore[attr-defined]
     # What torch.compiler.assume_constant_result does, which would import the whole compiler for it.
     made._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return cast(Table, made)
@@ -341,7 +343,9 @@ class Linear:
     def __call__(self, x: Tensor, *, is_query: bool = False) -> Tensor:
         if self.activation == "identity":
             return x
-        return F.elu(x) + 1 if self.activation == "elu" else F.relu(x)
+        if self.activation == "relu":
+            return F.relu(x)
+        return x.clamp(max=0).exp() + F.relu(x)  # elu(x) + 1, where small features would drown in the 1
 
 
 def _check_choice(name: str, value: object, choices: Sequence[str]) -> None:

@@ -5,6 +5,8 @@
     chunked   pair by pair inside a chunk, the sums of the chunks before it      O(n r e)        causal, or in segments
     step      one token: its key joins the sums, its query reads them            O(r e)          at any length
 
+    fused     linear or chunked, in one native kernel; where the call is not for it, the forms above do it
+
 Axes: b batch and key heads, g query heads per key head, n queries, m keys, d width, e value width, r features,
 s chunks. q is (b, g, n, d); k (b, m, d); v (b, m, e); keep (b, m), True = may be seen; runs (b, m), the segments.
 
@@ -19,9 +21,21 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from subquad._kernel import EMPTY, Kernel, Keys, Sums, absorb, merge, merged_in_turn, ready_keys, ready_queries
+from subquad._kernel import (
+    EMPTY,
+    FeatureKernel,
+    Kernel,
+    Keys,
+    Sums,
+    absorb,
+    merge,
+    merged_in_turn,
+    ready_keys,
+    ready_queries,
+)
 from subquad._masks import View
 from subquad._recompute import recomputed, scanned
+from subquad.native import _fused as native
 
 
 def dense(
@@ -202,6 +216,19 @@ def step(
             return quick[0].to(q.dtype), quick[1]
     sums = _join(before, absorb(kernel, ready_keys(kernel, k, v, keep, runs)))
     return kernel.read(ready_queries(kernel, q), sums).to(q.dtype), sums
+
+
+def fused(
+    kernel: FeatureKernel, q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, before: Sums | None, is_causal: bool,
+    want_sums: bool, chunk: int,
+) -> tuple[Tensor, Sums | None]:  # fmt: skip
+    """By the native kernels, of whose answer the sums are made here."""
+    assert kernel.recipe is not None
+    output, sums = native.fused(
+        kernel.recipe, kernel.root_scale, kernel.table, kernel.size, kernel.normalized, q, k, v, keep,
+        None if before is None else (before.values, before.poison, before.log_scale), is_causal, want_sums, chunk,
+    )  # fmt: skip
+    return output, None if sums is None else Sums(*sums)
 
 
 # --- Halves of the linear form, also used where a causal call has more keys than queries, or fewer ------------------

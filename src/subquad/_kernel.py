@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from subquad._masks import View
+from subquad.native._fused import Recipe
 
 NEVER = float("-inf")
 
@@ -230,6 +231,7 @@ class FeatureKernel(Kernel):
     normalized: bool = True
     size: int = 0  # r
     scaled: bool = False  # whether keys have a log-scale
+    recipe: Recipe | None = None  # by which the native kernels know the map, if they do
 
     @property
     def from_logits(self) -> bool:

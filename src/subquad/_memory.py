@@ -8,7 +8,10 @@ c tokens of a chunk, t query tokens of a wave (b g wave), u its key tokens (b wa
 
 from typing import NamedTuple
 
+import torch
+
 from subquad._forms import _sizes
+from subquad._layout import Layout
 from subquad._work import FormCall, elements
 
 
@@ -34,6 +37,16 @@ def peak_bytes(call: FormCall, number: int, wide: int) -> int:
         number * done + wide * (own + kept + moments.backward),
         number * (inputs + (largest if moments.joined or slices > 1 else 0)),  # Pieces of gradients are joined as well.
     )
+
+
+def fused_bytes(layout: Layout, r: int, training: bool, dtype: torch.dtype) -> int:
+    """Of the native kernels: results in wide arithmetic, and the sums of a head, or a chunk's features, per thread."""
+    number, wide = dtype.itemsize, torch.promote_types(dtype, torch.float32).itemsize
+    inputs, outputs = elements(layout)
+    rows, sums = layout.rows * layout.group * layout.queries, torch.get_num_threads() * r * (layout.value_width + 1)
+    forward = wide * (outputs + 2 * rows) + (number * outputs if number < wide else 0)
+    backward = wide * inputs + (number * inputs if number < wide else 0) if training else 0
+    return forward + backward + wide * sums
 
 
 class Moments(NamedTuple):

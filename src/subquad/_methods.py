@@ -11,6 +11,8 @@ from subquad._auto import Auto
 from subquad._features import Exact, FeatureMap, Linear, RandomFeatures, Taylor
 from subquad._kernel import FeatureKernel, Kernel, widen
 from subquad._separable import Separable, SeparableKernel
+from subquad.native import _fused as native
+from subquad.native._fused import Recipe
 
 Approximation: TypeAlias = Taylor | RandomFeatures | Linear | Separable | FeatureMap
 Named: TypeAlias = Exact | Approximation
@@ -43,6 +45,18 @@ def resolve(method: Method | str) -> Method:
     return method
 
 
+def recipe_of(method: Approximation) -> Recipe | None:
+    """By which the native kernels know the method's map, if they do."""
+    if isinstance(method, Taylor):
+        return Recipe(native.TAYLOR, method.degree) if method.basis == "symmetric" else None
+    if isinstance(method, RandomFeatures):
+        kinds = {"positive": native.POSITIVE, "hyperbolic": native.HYPERBOLIC}
+        return Recipe(kinds[method.kind]) if method.kind in kinds else None
+    if isinstance(method, Linear):
+        return Recipe({"elu": native.ELU, "relu": native.RELU, "identity": native.IDENTITY}[method.activation])
+    return None if isinstance(method, Separable) else Recipe(native.IDENTITY)
+
+
 def shifted(method: Approximation, key: Tensor, heads: int) -> Tensor:
     """The keys less the method's `key_shift`: a constant, so it knows nothing of the future."""
     shift = getattr(method, "key_shift", None)
@@ -68,22 +82,24 @@ def kernel_of(
     roots = (copysign(root, scale), root)
     if isinstance(method, Separable):
         return SeparableKernel(roots), q, k
-    size = method.size(q.shape[-1])
+    size, recipe = method.size(q.shape[-1]), recipe_of(method)
     features: Callable[[Tensor, bool, Any], tuple[Tensor, Tensor | None]]
     if isinstance(method, Taylor):
         series = method.series if method.basis == "symmetric" else None
         weights = None if pairs_alone and series is not None else method.weights(widen(q[:0]))
         features = lambda x, *_: (method.monomials(x), None)
-        return FeatureKernel(roots, weights, features, of_logits=series, weighted=True, size=size), q, k
+        return FeatureKernel(roots, weights, features, of_logits=series, weighted=True, size=size,
+                             recipe=recipe), q, k  # fmt: skip
     if isinstance(method, Linear):
         identity = method.activation == "identity"
         of_logits = (lambda x: x) if identity else None
         features = lambda x, *_: (method(x), None)
-        return FeatureKernel(roots, None, features, of_logits=of_logits, normalized=not identity, size=size), q, k
+        return FeatureKernel(roots, None, features, of_logits=of_logits, normalized=not identity, size=size,
+                             recipe=recipe), q, k  # fmt: skip
     if isinstance(method, RandomFeatures):
         projections = method.projections(widen(q[:0]))
         features = lambda x, _, table: method.project(x, table)
-        return FeatureKernel(roots, projections, features, scaled=True, size=size), q, k
+        return FeatureKernel(roots, projections, features, scaled=True, size=size, recipe=recipe), q, k
     # A user's map may hold parameters, which only plain differentiation finds: its features are made here, once.
     finite = [x.isfinite().all(-1, keepdim=True) for x in (q, k)]
     q, k = (torch.where(flag, widen(x) * root, 0.0) for flag, x, root in zip(finite, (q, k), roots, strict=True))
@@ -92,7 +108,8 @@ def kernel_of(
     if log_scale is not None:
         k = torch.cat([k, log_scale[..., None]], -1)
     features = lambda x, is_query, _: (x[..., :-1], x[..., -1]) if scaled and not is_query else (x, None)
-    kernel = FeatureKernel((1.0, 1.0), None, features, scaled=scaled, size=size)
+    recipe = Recipe(native.LOGGED if scaled else native.IDENTITY)
+    kernel = FeatureKernel((1.0, 1.0), None, features, scaled=scaled, size=size, recipe=recipe)
     return kernel, torch.where(finite[0], q, torch.nan), torch.where(finite[1], k, torch.nan)
 
 

@@ -18,6 +18,7 @@ from subquad._calibration import Progress
 from subquad._cost import cost, find_crossover
 from subquad._error import Error, LogitRange, as_range, check_max_error, error, needed_degree, needed_features
 from subquad._features import Exact, Linear, RandomFeatures, Taylor
+from subquad._memory import fused_bytes
 from subquad._methods import Approximation, Named
 from subquad._sample import MARGIN, Call, exact_rows, method_rows, pick_rows, relative
 from subquad._separable import Separable
@@ -222,6 +223,10 @@ def _candidates(
         yield Candidate(method, "exact", machine.seconds(method, shape), peak, found, True, acceptable)
         return
     chosen = form_of(method, shape)
+    if chosen == "fused":
+        peak = fused_bytes(shape.layout, method.size(shape.head_dim), shape.training, dtype)
+        yield Candidate(method, chosen, machine.seconds(method, shape, chosen), peak, found, True, acceptable)
+        return
     for form in ("chunked",) if isinstance(method, Separable) else ("dense", "chunked"):
         name = "linear" if form == "chunked" and not shape.is_causal else form
         peak = cost(method, **vars(shape), form=name, dtype=dtype).peak_bytes

@@ -16,10 +16,12 @@ import torch
 from subquad._attention import Form, choose_form
 from subquad._features import Exact, RandomFeatures, Taylor
 from subquad._layout import Layout
-from subquad._methods import Approximation, Named
+from subquad._methods import Approximation, Named, recipe_of
 from subquad._separable import Separable
 from subquad._work import seen_pairs
+from subquad.native._fused import knows
 
+FUSED_CHUNK = 64  # tokens, as in native/scan.h
 EXACT_LENGTHS, EXACT_WIDTHS = (128, 256, 512, 1024, 2048, 4096), (16, 64, 128)
 
 
@@ -54,7 +56,8 @@ class Shape:
 
 def form_of(method: Approximation, shape: Shape) -> Form:
     """The form that `attention` takes by itself."""
-    return choose_form(method, shape.layout, shape.is_causal, False, False, None, None)[0]
+    fusable = knows(recipe_of(method)) and (not shape.is_causal or shape.query_length == shape.key_length)
+    return choose_form(method, shape.layout, shape.is_causal, False, False, None, None, fusable)[0]
 
 
 def family(method: Named) -> str:
@@ -78,6 +81,12 @@ def work(method: Named, form: str, shape: Shape) -> list[float]:
     powers = method.degree if isinstance(method, Taylor) else 1
     pair = d if isinstance(method, Taylor) and method.basis == "symmetric" else r
     sizes = choose_form(method, shape.layout, shape.is_causal, False, False, None, None)[1]
+    if form == "fused":  # The kernels meet all pairs, where that is less, or sum features, and meet pairs in a chunk.
+        by_pairs, by_sums = pairs * (d + e + 1), 2 * tokens * r * (e + 1)
+        if isinstance(method, Taylor) and by_pairs < by_sums:
+            return [1.0, by_pairs, 0.0, 0.0, tokens * (d + e)]
+        inside = queries * FUSED_CHUNK * (pair + e + 1) if shape.is_causal else 0.0
+        return [1.0, by_sums, tokens * r * (d if isinstance(method, RandomFeatures) else 1), inside, tokens * (d + e)]
     if form == "dense":  # Blocks of rows, each with all the keys up to its last row.
         if shape.is_causal:
             pairs = shape.batch * shape.heads * seen_pairs(shape.query_length, shape.key_length, sizes.rows)

@@ -75,7 +75,10 @@ def traits_of(method: Approximation, d: int, training: bool) -> Traits:
     if isinstance(method, Linear):
         if method.activation == "identity":
             return Traits(r, from_logits=True, divides=False, gradient=r)
-        return Traits(r, making=2 * r if method.activation == "elu" else r, result=r, kept=r, gradient=2 * r)
+        if method.activation == "relu":
+            return Traits(r, making=r, result=r, kept=r, gradient=2 * r)
+        # An exponential, a line, and their sum.
+        return Traits(r, making=3 * r, result=r, kept=3 * r, gradient=3 * r)
     if isinstance(method, Separable):  # The exponents are the keys themselves.
         return Traits(r, scales=r, separable=True, divides=False, making=r, kept=r, gradient=2 * r)
     multiplications, scaled = _count_map(method, d)

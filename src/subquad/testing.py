@@ -76,7 +76,7 @@ class FeatureMapConformance:
             for padding in (None, keep):
                 for packing in (None, segments):
                     expected = self._oracle(q, k, v, is_causal, padding, packing)
-                    forms: tuple[Form, ...] = ("dense", "chunked")
+                    forms: tuple[Form, ...] = ("dense", "chunked", "fused")
                     for form in forms:
                         output, _ = attend(
                             q, k, v, None, 0.0, is_causal, None, False, self.method, padding, packing, None, False,

@@ -95,6 +95,7 @@ def bench(
     """
     from subquad_lab.bench import run
 
+    _check_folder("--out", out)
     run(methods, lengths, heads, head_dim, causal, backward, out)
 
 
@@ -231,7 +232,9 @@ def predict(run: str, images: list[str]) -> None:
 
 
 def transcribe(run: str, files: list[str], beams: int = 4) -> None:
-    """Write down what a trained speech model hears in sound files; long ones in pieces.
+    """Write down what a trained speech model hears in sound files, utterance by utterance.
+
+    Neither the volume nor silence around the words matters.
 
     Args:
         run: Folder of the run; of a series, its best run hears.
@@ -277,7 +280,14 @@ def verify(
     """
     from subquad_lab.verifying import run
 
+    _check_folder("--plots", plots)
     run(claims, json, plots, seed, explain)
+
+
+def _check_folder(option: str, folder: str | None) -> None:
+    """No name, as of a shell variable that is not set, would be the current folder."""
+    if folder == "":
+        raise UsageError(f"{option}: expected a folder, found ''")
 
 
 COMMANDS = (
@@ -312,8 +322,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         complain(error)
         return 1
     except Interrupted as error:
-        again = f"subquad train --resume {error.folder}" if given[:1] == ["train"] else "the same command once more"
-        print(f"subquad: {error}; the run is saved, and goes on with: {again}", file=sys.stderr)
+        is_run = given[:1] == ["train"]
+        again = f"subquad train --resume {error.folder}" if is_run else "the same command once more"
+        what = "the run" if is_run else "what is done"
+        print(f"subquad: {error}; {what} is saved, and goes on with: {again}", file=sys.stderr)
         return error.exit_code
     except ModuleNotFoundError as error:
         complain(f"{error.name} is missing; the command needs: pip install 'subquad[lab]'")

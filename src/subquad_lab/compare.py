@@ -44,7 +44,8 @@ def run(name: str, config: Training, out: Path) -> None:
         write_whole(out / "compare.svg", compared({variant: series.runs for variant, series in done.items()}, measure))
     except OSError as error:
         raise RunError(f"cannot write into {out}: {error.strerror}") from error
-    show(f"{name}: {measure}", rows)
+    better = "higher" if experiment(name).HIGHER_IS_BETTER else "lower"
+    show(f"{name}: {measure.replace('_', ' ')}, {better} is better", rows)
     for line in [*figures(done, measure), *verdicts(done, measure, found)]:
         print(line)
     print(f"{out / 'compare.svg'}, {out / 'compare.json'}")
@@ -102,7 +103,9 @@ def verdicts(done: dict[str, Series], measure: str, found: dict[str, Interval]) 
     ]
     for other, interval in found.items():
         size = "larger than chance" if interval.excludes_zero() else "not larger than chance"
-        lines.append(f"{name} minus {other}: {measure} {interval.mean:+.4f} +- {interval.half:.4f}: {size}")
+        lines.append(
+            f"{name} minus {other}: {measure.replace('_', ' ')} {interval.mean:+.4f} +- {interval.half:.4f}: {size}"
+        )
     return lines
 
 
@@ -114,6 +117,7 @@ def show(title: str, rows: list[tuple[str, ...]]) -> None:
             table.add_row(*row)
         console.print(table)
     else:
+        print(title)
         widths = [max(14, *(len(cell) + 2 for cell in column)) for column in zip(COLUMNS, *rows, strict=True)]
         for row in (COLUMNS, *rows):
             print("".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

@@ -6,7 +6,8 @@ config; what --preset and --config say become their defaults.
 
 import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from importlib.metadata import version
 from typing import Any
@@ -51,15 +52,19 @@ def call(commands: Sequence[Command], of_experiments: dict[str, str], arguments:
         options.add_function_arguments(command, as_group=False, as_positional=True, skip=set(lists))
         for given, parameter in lists.items():
             help = next(part.description for part in parse(command.__doc__).params if part.arg_name == given)
-            count = "+" if parameter.default is parameter.empty else "*"
-            options.add_argument(given, nargs=count, help=help)
+            if parameter.default is parameter.empty:
+                options.add_argument(given, nargs="+", help=help)
+            else:
+                options.add_argument(given, nargs="*", default=[], help=help)
 
     chosen = parser.parse_args(arguments)
     function = {command.__name__: command for command in commands}[chosen.subcommand]
     given = chosen[chosen.subcommand].as_dict()
-    if chosen.subcommand in of_experiments:
-        given = with_config(given) | searched
-    function(**given)
+    if chosen.subcommand not in of_experiments:
+        function(**given)
+        return
+    with naming_options(given["experiment"]):
+        function(**with_config(given) | searched)
 
 
 def add_experiments(
@@ -115,6 +120,20 @@ def with_config(given: dict[str, Any]) -> dict[str, Any]:
     config = kind(**{field.name: rest.pop(field.name) for field in fields(kind)})
     del rest["config"], rest["preset"]
     return given | rest | {"config": config}
+
+
+@contextmanager
+def naming_options(name: str | None) -> Iterator[None]:
+    """What is wrong with a field of the config is told of the option that gives it."""
+    from subquad_lab.experiments import experiment
+
+    try:
+        yield
+    except UsageError as error:
+        field, colon, rest = str(error).partition(":")
+        if colon and name is not None and field in {own.name for own in fields(experiment(name).Config)}:
+            raise UsageError(f"--{field.replace('_', '-')}:{rest}") from error
+        raise
 
 
 def wrong_value(error: Exception) -> str:

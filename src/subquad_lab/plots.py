@@ -8,6 +8,7 @@ from typing import Any
 from subquad_lab.records import Run
 
 SMOOTH = 200  # points of a training curve: the mean of the steps between
+LOSS_OF = {"language": "word", "images": "picture", "graphs": "node", "speech": "character"}  # that it is a mean over
 Points = list[tuple[float, float]]
 
 
@@ -16,7 +17,7 @@ def curves(run: Run, measure: str) -> bytes:
     lines = list(run.metrics())
     figure, (left, right) = axes_of(2)
     left.plot(*smoothed([(line["step"], line["loss"]) for line in lines if "loss" in line]))
-    left.set(xlabel="step", ylabel="training loss")
+    left.set(xlabel="step", ylabel=f"training {loss_label(run)}")
     points = [(line["step"], line[f"valid/{measure}"]) for line in lines if f"valid/{measure}" in line]
     right.plot(*zip(*points, strict=True), "o-") if points else None
     right.set(xlabel="step", ylabel=f"validation {measure.replace('_', ' ')}")
@@ -31,14 +32,39 @@ def compared(groups: dict[str, list[Run]], measure: str) -> bytes:
         for axes, points in zip(both, by_epoch(runs, measure), strict=True):
             if points:
                 axes.plot(*zip(*points, strict=True), "o-", markersize=3, label=label)
-    for axes, what in zip(both, ("training loss", f"validation {measure.replace('_', ' ')}"), strict=True):
-        axes.set(xlabel="epoch", ylabel=what)
-        axes.locator_params(axis="x", integer=True)
+    any_run = next((run for runs in groups.values() for run in runs), None)
+    both[0].set(ylabel=f"training {loss_label(any_run) if any_run else 'loss'}")
+    both[1].set(ylabel=f"validation {measure.replace('_', ' ')}")
+    for axes in both:
+        epochs_across(axes)
     if both[1].lines and min(min(line.get_ydata()) for line in both[1].lines) > 1:
-        both[1].set_yscale("log")  # A perplexity falls by factors.
+        by_factors(both[1])  # as a perplexity falls
     if groups:
         both[1].legend(fontsize="small")
     return svg(figure)
+
+
+def loss_label(run: Run) -> str:
+    of = LOSS_OF.get(run.about()["experiment"])
+    return f"loss, nats per {of}" if of else "loss"
+
+
+def epochs_across(axes: Any) -> None:
+    """From the beginning to the end of the first at least, with ticks at whole ones alone."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes.set(xlabel="epoch", xlim=(0, max(1.0, axes.get_xlim()[1])))
+    axes.xaxis.set_major_locator(MaxNLocator(nbins="auto", steps=[1, 2, 5, 10], integer=True, min_n_ticks=1))
+
+
+def by_factors(axes: Any) -> None:
+    """A logarithmic scale whose ticks are plain numbers: 6, not 6x10^0."""
+    from matplotlib.ticker import FuncFormatter, LogLocator
+
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    axes.yaxis.set_minor_formatter("")
 
 
 def by_epoch(runs: list[Run], measure: str) -> tuple[Points, Points]:
@@ -77,6 +103,7 @@ def axes_of(count: int, square: bool = False) -> tuple[Any, Iterable[Any]]:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(5.5 * count, 5.0 if square else 3.6), layout="constrained")
+    figure.get_layout_engine().set(w_pad=0.1, h_pad=0.1)  # inches; with less the outermost letters are cut
     axes = figure.subplots(1, count, squeeze=False)[0]
     for each in axes:
         each.grid(alpha=0.3)

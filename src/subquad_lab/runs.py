@@ -1,5 +1,6 @@
 """Runs from beginning to end: start, resume, evaluate, and the table of what there is."""
 
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, replace
@@ -156,20 +157,31 @@ def alone(command: str) -> None:
         )
 
 
+COLUMNS = ("run", "experiment", "model", "data", "parameters", "steps", "state", "test")
+
+
 def table(root: Path) -> list[dict[str, str]]:
-    """A row for each run that is there."""
+    """A row for each run that is there; a warning says what is wrong with a damaged one."""
     rows = []
     for run in all_runs(root):
-        about, result = run.about(), run.result()
-        last = max((int(line["step"]) for line in run.metrics()), default=0)
-        rows.append({
-            "run": str(run.folder.relative_to(root)), "experiment": about["experiment"],
-            "model": experiment(about["experiment"]).label(config_of(run)[1]),
-            "data": str(about["data"].get("name")), "parameters": f"{about['parameters']['total']:,}",
-            "steps": f"{last:,}", "state": "finished" if result else "unfinished",
-            "test": "" if result is None else figures(result["test"]),
-        })  # fmt: skip
+        try:
+            rows.append(row(run, root))
+        except UsageError as error:
+            warnings.warn(f"{run.folder} is damaged: {error}", stacklevel=2)
+            rows.append(dict.fromkeys(COLUMNS, "") | {"run": str(run.folder.relative_to(root)), "state": "damaged"})
     return rows
+
+
+def row(run: Run, root: Path) -> dict[str, str]:
+    about, result = run.about(), run.result()
+    last = max((int(line["step"]) for line in run.metrics()), default=0)
+    cells = (
+        str(run.folder.relative_to(root)), about["experiment"],
+        experiment(about["experiment"]).label(config_of(run)[1]), str(about["data"].get("name")),
+        f"{about['parameters']['total']:,}", f"{last:,}", "finished" if result else "unfinished",
+        "" if result is None else figures(result["test"]),
+    )  # fmt: skip
+    return dict(zip(COLUMNS, cells, strict=True))
 
 
 def figures(found: dict[str, float]) -> str:

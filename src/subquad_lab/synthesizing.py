@@ -6,6 +6,7 @@ A clip is whole or not there, and follows from its id, its text and the voices a
 import io
 import json
 import random
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,25 +16,31 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from subquad_lab import UsageError
+from subquad_lab.data import espeak
 from subquad_lab.data.espeak import Speaker
-from subquad_lab.data.speech import SYNTHETIC, transcripts
+from subquad_lab.data.speech import SYNTHETIC, Transcript, transcripts
 from subquad_lab.files import locked, write_whole
+from subquad_lab.interruption import Interrupted, Interruption
 
 SPEEDS, PITCHES = (150, 190), (40, 60)
 SHORTEST = 0.1  # seconds of a clip
 TELL = 500  # clips between two lines of a log
+SHOWN = 12  # voices that a message names
 
 
 def run(metadata: str, out: str, voices: str, clips: int | None) -> None:
     table, folder = Path(metadata), Path(out)
     if not table.is_file():
-        raise UsageError(f"METADATA: there is no file {table}")
+        what = "is no regular file" if table.exists() else "does not exist"
+        raise UsageError(f"METADATA: {table} {what}; expected a file with lines of id|text|normalised text")
     if clips is not None and clips < 1:
         raise UsageError(f"--clips: expected a whole number >= 1, found {clips}")
     lines = transcripts(table)[:clips]
-    wanted = [(line.name, line.text) for line in lines if line.text.strip()]
+    wanted = [line for line in lines if line.text.strip()]
+    faults = [f"{line.name}: {line.fault or 'has no text'}" for line in lines if not line.text.strip()]
     if not wanted:
-        raise UsageError(f"METADATA: {table} has no line with id|text|normalised text")
+        why = faults[0] if faults else "expected id|text|normalised text"
+        raise UsageError(f"METADATA: {table} has no line that can be spoken: {why}")
     spoken = [voice.strip() for voice in voices.split(",")]
     with Speaker() as speaker:
         check_voices(speaker, spoken)
@@ -42,13 +49,18 @@ def run(metadata: str, out: str, voices: str, clips: int | None) -> None:
         except OSError as error:
             raise UsageError(f"OUT: cannot make {folder}: {error.strerror}") from error
         with locked(folder):
+            check_same(folder, wanted, spoken)
+            remove_unfinished(folder)
             describe(folder, wanted, spoken)
-            for line in lines:
-                if not line.text.strip():
-                    print(f"subquad: warning: {line.name}: {line.fault or 'has no text'}", file=sys.stderr)
-            failed = speak(speaker, folder, wanted, spoken)
-    left = len(lines) - len(wanted) + failed
-    print(f"{folder}: {len(wanted) - failed:,} clips{f', {left:,} left out' if left else ''}; train with: "
+            for fault in faults:
+                print(f"subquad: warning: {fault}", file=sys.stderr)
+            try:
+                speak(speaker, folder, wanted, spoken)
+            finally:
+                made = [line for line in wanted if clip_of(folder, line).exists()]
+                describe(folder, made, spoken)
+    left = len(lines) - len(made)
+    print(f"{folder}: {len(made):,} clips{f', {left:,} left out' if left else ''}; train with: "
           f"subquad train speech --data {folder}")  # fmt: skip
 
 
@@ -60,48 +72,76 @@ def check_voices(speaker: Speaker, voices: list[str]) -> None:
         except UsageError:  # espeak-ng is missing
             raise
         except ValueError as error:
-            raise UsageError(f"--voices: espeak-ng has no voice {voice!r}") from error
+            known = espeak.voices()
+            near = sorted(known, key=lambda name: (not name.startswith(voice[:2].lower()), name))[:SHOWN]
+            raise UsageError(f"--voices: espeak-ng has no voice {voice!r}; expected one of {', '.join(near)}, and "
+                             f"{len(known) - len(near)} more, or a variant such as en-us+f4") from error  # fmt: skip
 
 
-def describe(folder: Path, wanted: list[tuple[str, str]], voices: list[str]) -> None:
-    """What the clips follow from. A folder may grow; clips of other texts or voices stay out of it."""
-    said = {"by": "espeak-ng", "voices": voices, "speeds": SPEEDS, "pitches": PITCHES}
-    lines = [f"{name}|{text}|{text}" for name, text in wanted]
-    place, table = folder / SYNTHETIC, folder / "metadata.csv"
-    if any((folder / "wavs").iterdir()) or table.exists():
-        try:
-            before, known = json.loads(place.read_text()), table.read_text().splitlines()
-        except (OSError, ValueError) as error:
-            raise UsageError(f"OUT: {folder} holds other files; expected a new folder") from error
-        if before != json.loads(json.dumps(said)) or known != lines[: len(known)]:
-            raise UsageError(f"OUT: {folder} was made from other texts or voices; expected the same, or a new folder")
-    write_whole(place, json.dumps(said, indent=1).encode())
-    write_whole(table, "".join(f"{line}\n" for line in lines).encode())
+def check_same(folder: Path, wanted: list[Transcript], voices: list[str]) -> None:
+    """A folder may grow; clips of other texts or voices stay out of it."""
+    if not any((folder / "wavs").iterdir()) and not (folder / "metadata.csv").exists():
+        return
+    try:
+        before, known = json.loads((folder / SYNTHETIC).read_text()), transcripts(folder / "metadata.csv")
+    except (OSError, ValueError) as error:
+        raise UsageError(f"OUT: {folder} holds other files; expected a new folder") from error
+    if before != json.loads(json.dumps(manners(voices))):
+        raise UsageError(f"OUT: {folder} was made with other voices; expected the same, or a new folder")
+    texts = {line.name: line.text for line in wanted}
+    for line in known:
+        if texts.get(line.name, line.text) != line.text:
+            raise UsageError(f"OUT: {folder} was made from other texts: {line.name} says {line.text[:40]!r}, where "
+                             f"{texts[line.name][:40]!r} is wanted; expected the same, or a new folder")  # fmt: skip
+    if missing := [line.name for line in known if line.name not in texts]:
+        found = f"{len(known):,} clips, of which {len(missing):,} are not wanted now (such as {missing[0]})"
+        raise UsageError(f"OUT: {folder} holds {found}; expected at least as many --clips, or a new folder")
 
 
-def speak(speaker: Speaker, folder: Path, wanted: list[tuple[str, str]], voices: list[str]) -> int:
-    """Each clip that is not there yet; how many could not be spoken."""
+def remove_unfinished(folder: Path) -> None:
+    """What a process that was killed had begun to write; the folder is locked, so nobody else is at it."""
+    for path in [*folder.iterdir(), *(folder / "wavs").iterdir()]:
+        if re.fullmatch(r"\..+\.(wav|csv|json)\.\d+", path.name):
+            path.unlink()
+
+
+def manners(voices: list[str]) -> dict[str, Any]:
+    return {"by": "espeak-ng", "voices": voices, "speeds": SPEEDS, "pitches": PITCHES}
+
+
+def describe(folder: Path, lines: list[Transcript], voices: list[str]) -> None:
+    """What the clips follow from."""
+    write_whole(folder / SYNTHETIC, json.dumps(manners(voices), indent=1).encode())
+    table = "".join(f"{line.name}|{line.original}|{line.text}\n" for line in lines)
+    write_whole(folder / "metadata.csv", table.encode())
+
+
+def clip_of(folder: Path, line: Transcript) -> Path:
+    return folder / "wavs" / f"{line.name}.wav"
+
+
+def speak(speaker: Speaker, folder: Path, wanted: list[Transcript], voices: list[str]) -> None:
+    """Each clip that is not there yet, until a signal; what cannot be spoken is named."""
     console = Console(stderr=True)
     bar = Progress(TextColumn("clips"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=console,
                    disable=not console.is_terminal)  # fmt: skip
-    failed = 0
-    with bar:
+    with Interruption() as interruption, bar:
         shown = bar.add_task("", total=len(wanted))
-        for i, (name, text) in enumerate(wanted, 1):
-            path = folder / "wavs" / f"{name}.wav"
+        for i, line in enumerate(wanted, 1):
+            if interruption.number is not None:
+                raise Interrupted(interruption.number)
+            path = clip_of(folder, line)
             if not path.exists():
                 try:
-                    samples = speaker.say(text, **manner(name, voices))
+                    samples = speaker.say(line.text, **manner(line.name, voices))
                     if len(samples) < 2 * SHORTEST * speaker.rate:
-                        raise ValueError(f"there is nothing to say in {text[:40]!r}")
+                        raise ValueError(f"there is nothing to say in {line.text[:40]!r}")
                     write_whole(path, wav(samples, speaker.rate))
                 except ValueError as error:
-                    failed += 1
-                    console.print(f"subquad: warning: {name}: {error}", markup=False, soft_wrap=True)
+                    console.print(f"subquad: warning: {line.name}: {error}", markup=False, soft_wrap=True)
             bar.update(shown, completed=i)
             if bar.disable and (i % TELL == 0 or i == len(wanted)):
                 print(f"{i:,} of {len(wanted):,} clips", file=sys.stderr, flush=True)
-    return failed
 
 
 def manner(name: str, voices: list[str]) -> dict[str, Any]:

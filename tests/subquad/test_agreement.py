@@ -66,7 +66,7 @@ def test_forms_agree(name, mask):
 @pytest.mark.parametrize(("n", "m", "chunk"), [(300, 300, 16), (30, 11, 4), (11, 30, 4)])
 def test_forms_agree_at_length_and_where_lengths_differ(name, n, m, chunk):
     inputs = normal_inputs(1, 2, n=n, m=m, std=std_of(name))
-    for form, is_causal in (("chunked", True), ("linear", False)):
+    for form, is_causal in (("chunked", True), ("linear", False), ("fused", True), ("fused", False)):
 
         def run_form(form: str, *x: Tensor, is_causal=is_causal) -> Tensor:
             return attended(METHODS[name], *x, form=form, chunk=chunk, is_causal=is_causal)[0]
@@ -110,7 +110,7 @@ def test_a_constant_in_the_normaliser_is_noticed():
 def test_forms_agree_whatever_the_size_of_the_queries(name, scale):
     inputs = normal_inputs(2, n=20, std=std_of(name))
     inputs[0] = inputs[0] * (min(scale, 1.0) if name in UNSURE else scale)
-    for form, is_causal in (("chunked", True), ("step", True), ("linear", False)):
+    for form, is_causal in (("chunked", True), ("step", True), ("linear", False), ("fused", True), ("fused", False)):
 
         def run_form(form: str, *x: Tensor, is_causal=is_causal) -> Tensor:
             return in_form(form, METHODS[name], *x, is_causal=is_causal)

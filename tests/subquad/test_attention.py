@@ -33,7 +33,7 @@ def draw(*shapes, seed=0, dtype=torch.float32) -> list[torch.Tensor]:
     is_causal=st.booleans(),
     hidden=st.integers(0, 2**9 - 1),
     chunk=st.integers(1, 5),
-    form=st.sampled_from(["dense", "chunked", None]),
+    form=st.sampled_from(["dense", "chunked", "fused", None]),
     dtype=st.sampled_from([torch.float64, torch.float32]),
 )
 def test_drawn_shapes_mean_the_same(name, batch, heads, group, n, m, e, is_causal, hidden, chunk, form, dtype) -> None:
@@ -365,7 +365,7 @@ def test_loud_keys_of_the_future_leave_gradients_of_the_past_finite() -> None:
     k[:, :, 20:] += 100  # Log-scales of 200: exp(200) is infinite in float32.
     inputs = [x.requires_grad_() for x in (q, k, v)]
     method = copy.deepcopy(METHODS["user"]).float()
-    for form in ("dense", "chunked"):
+    for form in ("dense", "chunked", "fused"):
         output, _ = attend(*inputs, None, 0.0, True, None, False, method, None, None, None, False, form)
         for grad in torch.autograd.grad(output[:, :, :20].sum(), inputs):
             assert grad.isfinite().all()

@@ -34,7 +34,8 @@ def test_zero_divided_by_zero_is_noticed():
 def test_rows_without_keys_are_zero_with_zero_gradient(name):
     method, inputs = METHODS[name], normal_inputs(2, 2, n=9)
     hidden = torch.zeros(2, 9, dtype=torch.bool)
-    for form, is_causal in (("dense", True), ("chunked", True), ("step", True), ("dense", False), ("linear", False)):
+    for form, is_causal in (("dense", True), ("chunked", True), ("step", True), ("dense", False), ("linear", False),
+                            ("fused", True), ("fused", False)):  # fmt: skip
 
         def function(*x: Tensor, form=form, is_causal=is_causal) -> Tensor:
             return in_form(form, method, *x, keep=hidden, is_causal=is_causal)
@@ -42,7 +43,7 @@ def test_rows_without_keys_are_zero_with_zero_gradient(name):
         assert gives_nothing(function, inputs), form
         assert gives_nothing(function, [inputs[0], *(x * NAN for x in inputs[1:])]), form
     one_hidden = torch.arange(9).expand(2, -1) > 3
-    for form in ("dense", "chunked", "step"):
+    for form in ("dense", "chunked", "fused", "step"):
         found = with_gradients(lambda *x, f=form: in_form(f, method, *x, keep=one_hidden, is_causal=True), *inputs)
         assert not any(bool(x[..., :4, :].any()) for x in found), form
         assert all(bool(x.isfinite().all()) for x in found)

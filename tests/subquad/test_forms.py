@@ -264,4 +264,4 @@ def test_the_chunk_that_is_asked_for_decides_the_other_sizes():
     """A test with short chunks crosses the borders of waves and units too, and its batch is whole."""
     for method in METHODS.values():
         layout = layout_of(1000, 4000, batch=(2,), heads=3, group=2)
-        assert decided(method, layout, chunk=5)[1] == Sizes(5, 10, 20, 64, 6)
+        assert decided(method, layout, chunk=5)[1] == Sizes(5, 10, 20, 64, 6, fused=5)

@@ -91,7 +91,7 @@ def test_a_query_that_is_not_finite_gets_no_gradient_from_a_row_that_does_not_co
     """As in the slots of padding, whose rows are left out of a loss."""
     inputs = normal_inputs(2, 2, n=21)
     inputs[0][..., 8, :] = NAN
-    for form in ("dense", "chunked"):
+    for form in ("dense", "chunked", "fused"):
 
         def function(*x: Tensor, form=form) -> Tensor:
             return in_form(form, METHODS[name], *x, is_causal=True)

@@ -68,7 +68,7 @@ def test_a_mask_on_values_alone_is_noticed(which):
 @pytest.mark.parametrize("which", PADDINGS)
 @pytest.mark.parametrize("garbage", [None, NAN, INF])
 def test_padded_is_unpadded_in_outputs_and_gradients(name, which, garbage):
-    for is_causal, forms in ((True, ("dense", "chunked", "step")), (False, ("dense", "linear"))):
+    for is_causal, forms in ((True, ("dense", "chunked", "fused", "step")), (False, ("dense", "linear", "fused"))):
         for form in forms:
 
             def function(

@@ -56,7 +56,7 @@ def test_exact_attention_costs_more_in_wider_heads_and_never_nothing() -> None:
     assert seconds(query_length=1, key_length=100_000, head_dim=64, is_causal=True) > 1e-6
 
 
-def test_few_keys_make_few_pairs() -> None:
+def test_few_keys_make_few_pairs(torch_alone) -> None:
     """Blocks of rows are counted with the keys that there are."""
     short, square = (predicted_seconds(Taylor(2), query_length=10_000, key_length=m, head_dim=16, is_causal=True)
                      for m in (10, 10_000))  # fmt: skip
@@ -131,7 +131,7 @@ def test_what_is_inferred_from_a_sample_is_measured_before_it_is_taken() -> None
             assert measure_error(found.method, q, k, v, rows=600).relative <= max_error
 
 
-def test_both_forms_are_listed_and_only_the_one_that_runs_is_chosen() -> None:
+def test_both_forms_are_listed_and_only_the_one_that_runs_is_chosen(torch_alone) -> None:
     found = plan(query_length=4096, head_dim=16, logit_range=0.5, is_causal=True)
     assert {c.form for c in found.candidates} == {"exact", "dense", "chunked"}
     assert {c.form for c in plan(query_length=4096, head_dim=16, logit_range=0.5).candidates} == {

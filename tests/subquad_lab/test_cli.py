@@ -7,6 +7,7 @@ import pytest
 
 import subquad
 from small_runs import heed_interrupts
+from subquad_lab.cli import main
 
 COMMAND = [sys.executable, "-m", "subquad_lab"]
 TOY = ["bench", "--lengths", "32,64", "--methods", "taylor:2,separable", "--heads", "1", "--head-dim", "4"]
@@ -47,10 +48,20 @@ finally:
         (["bench", "--heads", "0"], "--heads: expected whole numbers above 0, found '0'"),
         (["bench", "--lengths", "16,x"], "--lengths: expected whole numbers above 0, found 'x'"),
         (["bench", "--methods", "softmax"], "'softmax' is unknown"),
+        (["bench", "--out", ""], "--out: expected a folder, found ''"),
+        (["verify", "14", "--plots", ""], "--plots: expected a folder, found ''"),
+        (["synthesize", "/dev/null", "out"], "METADATA: /dev/null is no regular file; expected a file with lines"),
     ],
 )
 def test_bad_usage_gets_one_line_and_exit_code_2(arguments, message, complaint):
     assert message in complaint(arguments)
+
+
+@pytest.mark.parametrize("command", ["verify", "report"])
+def test_what_may_be_left_out_is_not_called_required(command, capfd):
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    assert "required" not in capfd.readouterr().out
 
 
 def test_closed_pipe_leaves_no_traceback():

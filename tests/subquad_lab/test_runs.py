@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from dataclasses import fields
 
 import pytest
@@ -130,6 +131,33 @@ def test_a_folder_that_is_no_run_is_told(tmp_path, complaint):
     assert f"RUN: {tmp_path} is not the folder of a run: it has no config.yaml" in complaint(
         ["evaluate", str(tmp_path)]
     )
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [("result.json", ""), ("result.json", "[1]"), ("run.json", "{"), ("config.yaml", "experiment: x")],
+)
+def test_a_damaged_run_is_named_and_the_others_are_listed(file, content, trained, tmp_path, capfd):
+    shutil.copytree(trained, tmp_path / "runs" / "damaged")
+    (tmp_path / "runs" / "damaged" / file).write_text(content)
+    assert main(["runs", "--root", str(tmp_path / "runs")]) == 0
+    out, err = capfd.readouterr()
+    assert re.search(r"^language-001 .* finished .* perplexity", out, re.MULTILINE)
+    assert re.search(r"^damaged +damaged$", out, re.MULTILINE)
+    assert f"subquad: warning: {tmp_path / 'runs' / 'damaged'} is damaged: " in err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["language", "--width", "0"], "--width: expected"),
+        (["language", "--weight-decay", "-1"], "--weight-decay: expected a number >= 0, found -1.0"),
+        (["speech", "--clips", "3"], "--clips: expected 24 to 10,000 spoken numbers, found 3"),
+        (["images", "--batch", "100000"], "--batch: expected at most the"),
+    ],
+)
+def test_what_is_wrong_is_named_as_the_option_that_gives_it(options, message, complaint, tmp_path):
+    assert f"subquad: error: {message}" in complaint(["train", *options, "--out", str(tmp_path)])
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)

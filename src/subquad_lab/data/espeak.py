@@ -14,6 +14,7 @@ import subprocess
 import sys
 from importlib import metadata
 from importlib.util import find_spec
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -63,6 +64,14 @@ class Speaker:
         if len(samples) < size:
             raise RunError("espeak-ng has ended while it spoke")
         return samples
+
+
+def voices() -> list[str]:
+    """The names of all languages and accents, without variants such as +f4: those of espeak's files."""
+    import espeakng_loader
+
+    places = Path(espeakng_loader.get_data_path()) / "lang"
+    return sorted(path.name.lower() for path in places.rglob("*") if path.is_file())
 
 
 def version() -> str:

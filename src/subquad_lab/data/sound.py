@@ -30,7 +30,8 @@ def read_sound(path: Path, rate: int | None = RATE) -> Tensor:
     import soundfile
 
     if not path.is_file():
-        raise ValueError(f"{path}: is a folder" if path.is_dir() else f"{path}: there is no such file")
+        what = "is a folder" if path.is_dir() else "is no regular file" if path.exists() else "there is no such file"
+        raise ValueError(f"{path}: {what}")
     _check_whole(path)
     try:
         with soundfile.SoundFile(path) as file:
@@ -119,24 +120,3 @@ def to_mels(hertz: np.ndarray) -> np.ndarray:
 
 def to_hertz(mels: np.ndarray) -> np.ndarray:
     return np.where(mels < CORNER / LINEAR, mels * LINEAR, CORNER * np.exp(LOGARITHMIC * (mels - CORNER / LINEAR)))
-
-
-def cut_at_pauses(samples: Tensor, longest: float) -> list[tuple[int, int]]:
-    """Where pieces of at most so many seconds begin and end: cut in the quietest tenth of a second of their later half.
-
-    >>> cut_at_pauses(torch.cat([torch.ones(20_000), torch.zeros(3_200), torch.ones(10_000)]), longest=2.0)
-    [(0, 21600), (21600, 33200)]
-    """
-    most = int(max(longest, 0.5) * RATE)
-    width = RATE // 10
-    if len(samples) <= most:
-        return [(0, len(samples))]
-    power = torch.nn.functional.avg_pool1d((samples**2)[None], width, STEP)[0]  # of the tenth from i * STEP on
-    cuts = [0]
-    while len(samples) - cuts[-1] > most:
-        low, high = (cuts[-1] + most // 2) // STEP, (cuts[-1] + most - width) // STEP
-        quiet = power[low:high]
-        # Of equally quiet places the middle one.
-        best = (quiet == quiet.min()).nonzero().flatten()
-        cuts.append((low + int(best[len(best) // 2])) * STEP + width // 2)
-    return list(zip(cuts, [*cuts[1:], len(samples)], strict=True))

@@ -130,7 +130,8 @@ class Transcript(NamedTuple):
     """A line of the table; `fault` says why it cannot be used."""
 
     name: str
-    text: str
+    text: str  # normalised
+    original: str = ""
     fault: str = ""
 
 
@@ -143,13 +144,16 @@ def transcripts(table: Path) -> list[Transcript]:
         where = f"{table.name}, line {number}"
         if not line.strip():
             continue
-        if len(cells) not in (2, 3) or not re.fullmatch(r"[\w.-]{1,200}", cells[0]):
-            made.append(Transcript(where, "", "is not id|text|normalised text"))
+        fault = ""
+        if len(cells) not in (2, 3):
+            fault = "is not id|text|normalised text"
+        elif not re.fullmatch(r"[\w.-]{1,200}", cells[0]):
+            shown = cells[0] if len(cells[0]) <= 40 else f"{cells[0][:40]}... ({len(cells[0]):,} characters)"
+            fault = f"has the id {shown!r}; expected 1 to 200 letters, digits, underscores, dots or dashes"
         elif cells[0] in known:
-            made.append(Transcript(where, "", f"has the id {cells[0]}, which was there before"))
-        else:
-            made.append(Transcript(cells[0], cells[-1]))
-            known.add(cells[0])
+            fault = f"has the id {cells[0]}, which was there before"
+        made.append(Transcript(where, "", fault=fault) if fault else Transcript(cells[0], cells[-1], cells[1]))
+        known.add(made[-1].name)
     return made
 
 

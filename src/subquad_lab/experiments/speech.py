@@ -6,6 +6,7 @@ A batch holds clips of like length, so that little of it is padding. Padding is 
 count, unless the published set-up is asked for, which pads all clips to one length and hides nothing.
 """
 
+import re
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -20,10 +21,11 @@ from subquad_lab.configs import config_of
 from subquad_lab.data.clips import Clips, Part
 from subquad_lab.data.sound import MELS
 from subquad_lab.data.speech import ALPHABET, END, PAD, START, UNKNOWN, characters, load_speech, text_of
+from subquad_lab.data.utterances import usual
 from subquad_lab.methods import parse_method, refuse_many_features
 from subquad_lab.models import parameters
 from subquad_lab.models.speech import AttentionDecoder, Encoder, LSTMDecoder, Speech, spell
-from subquad_lab.plots import axes_of, by_epoch, svg
+from subquad_lab.plots import axes_of, by_epoch, epochs_across, loss_label, svg
 from subquad_lab.records import Run
 from subquad_lab.similarity import cosine, damerau, error_rate, jaccard
 from subquad_lab.train import Carry, Rows, Training
@@ -33,6 +35,7 @@ SIMILARITIES = {"jaccard": jaccard, "cosine": cosine, "damerau": damerau}
 SORTED = 16  # batches that are sorted by length together
 PIECE = 32  # clips that are evaluated at once
 MAPS = 3  # clips whose attention is shown
+MOST_LETTERS, MOST_OF_WORD = 60, 12  # beside a map
 LOOKS = "looks"
 FRAME_SECONDS = 0.02  # between two frames of the encoder
 
@@ -137,7 +140,7 @@ class SpeechTask:
             "unknown_characters": sum(text.count(UNKNOWN) for text in texts),
             "cut_texts": sum(len(text) > self.config.characters for text in texts),
             "cut_clips": sum(int((part.lengths > self._most).sum()) for part in (clips.train, clips.valid, clips.test)),
-            "longest": self._longest(),
+            "longest": self._longest(), "usual": usual(clips.train)._asdict(),
         }  # fmt: skip
         return {"data": data, "parameters": parameters(self.model)}
 
@@ -284,7 +287,8 @@ def similarities_picture(run: Run) -> bytes:
         points = by_epoch([run], name)[1]
         if points:
             axes.plot(*zip(*points, strict=True), "o-", markersize=3, label=name)
-    axes.set(xlabel="epoch", ylabel="similarity to what was said, validation", ylim=(0, 1))
+    axes.set(ylabel="similarity to what was said, validation", ylim=(0, 1))
+    epochs_across(axes)
     axes.legend(fontsize="small")
     return svg(figure)
 
@@ -294,30 +298,42 @@ def losses_picture(run: Run) -> bytes:
     for points, name in zip(by_epoch([run], "loss"), ("training", "validation"), strict=True):
         if points:
             axes.plot(*zip(*points, strict=True), "o-", markersize=3, label=name)
-    axes.set(xlabel="epoch", ylabel="loss")
+    axes.set(ylabel=loss_label(run))
+    epochs_across(axes)
     axes.legend(fontsize="small")
     return svg(figure)
 
 
 def looks_picture(run: Run) -> bytes:
-    """A map for each clip: characters down, time across."""
+    """A map for each clip: characters down, time across; faint looks are seen too."""
+    from matplotlib.colors import PowerNorm
+
     clips = run.read_json(f"{LOOKS}.json").get("clips")
     if not isinstance(clips, list) or not clips or not all(isinstance(clip, dict) for clip in clips):
         raise UsageError(f"{run.folder / LOOKS}.json: expected clips")
     config = config_of(run)[1]
     seconds = "seconds" if getattr(config, "resample", True) else "seconds, as if the sound had 16 kHz"
     figure, all_axes = axes_of(len(clips), square=True)
-    for clip, axes in zip(clips, all_axes, strict=True):
+    for clip in clips:
         weights, given = clip.get("weights"), clip.get("given")
         if not isinstance(given, str) or not is_table(weights) or len(weights) != len(given) + 1:
             raise UsageError(f"{run.folder / LOOKS}.json: expected weights for each character and the end")
+    norm = PowerNorm(0.5, 0, max(x for clip in clips for row in clip["weights"] for x in row))
+    for clip, axes in zip(clips, all_axes, strict=True):
+        weights, names = clip["weights"], row_names(clip["given"])
         axes.grid(False)
-        axes.imshow(weights, aspect="auto", cmap="Blues", extent=(0, len(weights[0]) * FRAME_SECONDS, len(weights), 0))
-        axes.set_yticks(
-            [i + 0.5 for i in range(len(weights))], [*(c.replace("$", r"\$") for c in given), "end"], fontsize=7
-        )
-        axes.set(xlabel=seconds)
+        shown = axes.imshow(weights, aspect="auto", cmap="Blues", norm=norm,
+                            extent=(0, len(weights[0]) * FRAME_SECONDS, len(weights), 0))  # fmt: skip
+        axes.set_yticks([row + 0.5 for row in names], [name.replace("$", r"\$") for name in names.values()], fontsize=7)
+        axes.set(xlabel=seconds, ylabel="what is spelled")
+    figure.colorbar(shown, ax=all_axes, label="weight, colours by its square root")
     return svg(figure)
+
+
+def row_names(given: str) -> dict[int, str]:
+    """The characters of a text, or of a long one its words, by the rows that they begin in; and its end."""
+    parts = r"." if len(given) < MOST_LETTERS else r"\S+"
+    return {found.start(): found[0][:MOST_OF_WORD] for found in re.finditer(parts, given)} | {len(given): "end"}
 
 
 def is_table(values: Any) -> bool:
@@ -329,4 +345,6 @@ def is_table(values: Any) -> bool:
 
 def variants(config: Config) -> dict[str, Config]:
     """Both decoders; all else is equal."""
+    if config.decoder != Config.decoder:
+        raise UsageError(f"--decoder: compare trains both decoders; expected none, found {config.decoder}")
     return {decoder: replace(config, decoder=decoder) for decoder in ("lstm", "attention")}

@@ -1,0 +1,38 @@
+"""The kernels of src/subquad/native, compiled where there is a C++ compiler; everything else is in pyproject.toml.
+
+They are a plain C library that Python opens with ctypes, so neither torch's headers nor Python's are needed, and one
+binary serves all versions of both. Without a compiler the installation goes on, and subquad uses torch alone.
+"""
+
+from glob import glob
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+
+class BuildKernels(build_ext):
+    def get_export_symbols(self, extension: Extension) -> list[str]:
+        return []  # It is no module of Python, and has no initialiser.
+
+
+FOLDER = "src/subquad/native"
+KERNELS = Extension(
+    "subquad.native._kernels",
+    sources=sorted(glob(f"{FOLDER}/*.cpp")),
+    depends=sorted(glob(f"{FOLDER}/*.h")),
+    extra_compile_args=[
+        "-std=c++17",
+        "-O3",
+        "-g0",
+        "-pthread",
+        "-fvisibility=hidden",
+        "-Wno-psabi",
+        "-Wno-ignored-attributes",
+    ],
+    extra_link_args=["-pthread", "-static-libstdc++", "-static-libgcc"],
+    language="c++",
+    optional=True,  # without a compiler: a warning, and no kernels
+    py_limited_api=True,
+)
+
+setup(ext_modules=[KERNELS], cmdclass={"build_ext": BuildKernels}, options={"bdist_wheel": {"py_limited_api": "cp311"}})

@@ -1,0 +1,65 @@
+"""Which calls the kernels serve, and how the forms call them: the one place of that choice."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from subquad.native import _library, _operators  # noqa: F401  (defines the operators)
+from subquad.native._library import TYPES
+
+TAYLOR, POSITIVE, HYPERBOLIC, ELU, RELU, IDENTITY, LOGGED = range(7)  # SubquadMap of call.h
+DEGREES = range(1, 5)
+
+
+class Recipe(NamedTuple):
+    """A feature map that the kernels know."""
+
+    map: int
+    degree: int = 0
+
+
+def knows(recipe: Recipe | None) -> bool:
+    """Whether the kernels are there, and the map is one of theirs."""
+    return _library.AVAILABLE and recipe is not None and (recipe.map != TAYLOR or recipe.degree in DEGREES)
+
+
+def serves(recipe: Recipe | None, q: Tensor, k: Tensor, v: Tensor, runs: Tensor | None) -> bool:
+    """q (b, g, n, d), k (b, m, d), v (b, m, e). Segments, other devices and torch.func are left to torch."""
+    if not knows(recipe) or runs is not None or q.device.type != "cpu":
+        return False
+    wide = {torch.promote_types(x.dtype, torch.float32) for x in (q, k, v) if x.dtype in TYPES}
+    return len(wide) == 1 and 0 not in (*q.shape, *k.shape) and not _transformed(q, k, v)
+
+
+def _transformed(*tensors: Tensor) -> bool:
+    """Inside torch.func, or in forward mode."""
+    if torch.compiler.is_compiling():
+        return False
+    dual = torch.autograd.forward_ad._current_level >= 0
+    return torch._C._are_functorch_transforms_active() or (
+        dual and any(torch.autograd.forward_ad.unpack_dual(x).tangent is not None for x in tensors)
+    )
+
+
+def turned(recipe: Recipe, table: Tensor | None) -> Tensor | None:
+    """(d, rows) of the projections (rows, d), each row padded to whole vectors."""
+    projected = recipe.map in (POSITIVE, HYPERBOLIC)
+    return F.pad(table.mT, (0, -table.shape[0] % 16)).contiguous() if projected and table is not None else None
+
+
+def fused(
+    recipe: Recipe, roots: tuple[float, float], table: Tensor | None, features: int, normalized: bool, q: Tensor,
+    k: Tensor, v: Tensor, keep: Tensor | None, before: tuple[Tensor, Tensor, Tensor | None] | None, is_causal: bool,
+    want_sums: bool, chunk: int,
+) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor | None] | None]:  # fmt: skip
+    """(b, g, n, e), and values (b, r, e + 1), poison (b,) and log-scale (b, 1) of the sums of all keys, if wanted."""
+    sums = (None, None, None) if before is None else (before[0].mT, *before[1:])
+    output, _, poison, values, told, log_scale = torch.ops.subquad.forward(
+        q, k, v, keep, table, turned(recipe, table), *sums, *recipe, features, *roots, is_causal, normalized, chunk,
+        want_sums,
+    )  # fmt: skip
+    if torch.compiler.is_compiling() or bool(poison.sum() != 0):
+        output = output + poison[..., None]
+    return output.to(q.dtype), (values.mT, told, log_scale if log_scale.numel() else None) if want_sums else None

@@ -1,0 +1,50 @@
+// What a call of the C interface says: pointers, sizes and strides; nothing of torch.
+//
+// Mirrored, field by field, by `Call` in _library.py. "Wide" is float64 where q, k and v are, and else float32.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+extern "C" {
+
+enum SubquadMap : int64_t { TAYLOR, POSITIVE, HYPERBOLIC, ELU, RELU, IDENTITY, LOGGED };
+enum SubquadType : int64_t { FLOAT32, FLOAT64, BFLOAT16, FLOAT16 };
+
+struct SubquadTensor {  // strides in elements; keys and values have no groups
+  const void* data;
+  int64_t type, batch, group, token, element;
+};
+
+struct SubquadCall {
+  int64_t map;     // LOGGED: features that are given, keys with a last column, the logarithm of their scale
+  int64_t degree;  // of TAYLOR
+  int64_t wide;    // whether q, k and v are FLOAT64; else each is one of the others
+  int64_t threads, causal, normalized;
+  int64_t chunk;   // tokens of a chunk at most, or 0: as many as are best
+  int64_t batch, group, queries, keys, query_width, key_width, values, features;
+  double query_scale, key_scale;
+  SubquadTensor q, k, v;
+  const uint8_t* keep;  // (b, m), or null: all keys may be seen
+  const void* table;    // TAYLOR: the weights (r,); POSITIVE, HYPERBOLIC: the projections (rows, d); wide
+  const void* turned;   // the projections (d, rows), each row padded to a multiple of 16
+  // The sums of the keys before these, and of all: (b, e + 1, r), (b,), (b,); any of them may be null. Wide.
+  const void *before, *before_poison, *before_scale;
+  void *after, *after_poison, *after_scale;
+  // (b, g, n, e), (b, g, n) and (b, g, n), wide: what the backward needs is finite; poison, 0 or NaN, belongs on top.
+  void *output, *normalizer, *poison;
+  // For the backward alone.
+  SubquadTensor output_grad;       // wide
+  void *q_grad, *k_grad, *v_grad;  // (b, g, n, d), (b, m, d), (b, m, e), wide
+};
+
+#define SUBQUAD_PUBLIC __attribute__((visibility("default")))
+
+// 0, or 1 where memory ran out.
+SUBQUAD_PUBLIC int subquad_forward(const SubquadCall* call);
+SUBQUAD_PUBLIC int subquad_backward(const SubquadCall* call);
+SUBQUAD_PUBLIC int subquad_step(const SubquadCall* call);  // one token; `after` may be `before`; 2 where it is poisoned
+
+SUBQUAD_PUBLIC const char* subquad_instructions(void);  // the set that was chosen
+SUBQUAD_PUBLIC int64_t subquad_call_size(void);         // so that a mirror of the call can be checked
+}

@@ -1,0 +1,137 @@
+// Every pair by itself, for sequences so short that sums of features would cost more: O(n m), no features at all.
+//
+//   o_i = sum_j w_ij v_j,   w_ij = 1 + x + ... + x^p/p!,   x = q_i.k_j
+//
+// 64 queries at a time, as columns, meet 64 keys at a time, as rows; 64 x 64 weights stay in the first-level cache. The
+// backward does the same for queries, and then with the sides exchanged for keys. All keys of the head (in the backward
+// its queries too) are read once, beforehand.
+#pragma once
+
+#include "head.h"
+#include "product.h"
+
+namespace subquad::SUBQUAD_ISA {
+
+constexpr Size BLOCK = 64;
+
+template <class T> class Pairs {
+ public:
+  Pairs(const SubquadCall& call, bool differentiated)
+      : call(call), head(call), rows(head.rows), value_row(head.value_row), token_row(head.token_row),
+        keys(call.keys * token_row), values(call.keys * value_row), key_poison(call.keys),
+        queries(differentiated ? call.group * call.queries * token_row : BLOCK * token_row),
+        grads(differentiated ? call.group * call.queries * value_row : 0),
+        query_poison(differentiated ? call.group * call.queries : BLOCK), columns(token_row * BLOCK),
+        value_columns(rows * BLOCK), answers(rows * BLOCK), found(token_row * BLOCK), weights(BLOCK * BLOCK),
+        slopes(BLOCK * BLOCK) {}
+
+  // Chunks of queries are shared out among `parts` threads, one after another: a later one has more keys to see.
+  void forward(Size b, Size part, Size parts) {
+    head.read_keys(b, 0, call.keys, keys, values, key_poison);
+    T before = 0, everything = 0;
+    for (Size t = 0; t < call.keys; ++t) everything += key_poison[t];
+    for (Size first = 0; first < call.queries; first += BLOCK) {
+      const Size count = std::min(BLOCK, Size(call.queries) - first);
+      for (Size g = 0; g < call.group && first / BLOCK % parts == part; ++g) {
+        head.read_queries(b, g, first, count, queries, query_poison);
+        put_columns(queries, token_row, count, call.query_width, columns);
+        std::fill(answers + 0, answers + rows * BLOCK, T(0));
+        for (Size k = 0; k < (call.causal ? first + count : call.keys); k += BLOCK) {
+          const Size others = std::min(BLOCK, Size(call.keys) - k);
+          meet<false>(keys + k * token_row, others, call.causal ? first - k : BLOCK);
+          add_product<T>(rows, BLOCK, others, {values + k * value_row, 1, value_row}, weights, BLOCK, answers, BLOCK);
+        }
+        head.write_answers(b, g, first, count, answers, BLOCK);
+        head.write_poison(b, g, first, count, call.causal ? before : everything,
+                          call.causal ? key_poison + first : nullptr, query_poison);
+      }
+      for (Size t = first; call.causal && t < first + count; ++t) before += key_poison[t];
+    }
+  }
+
+  void backward(Size b, Size part, Size parts, T* q_grad, T* k_grad, T* v_grad) {
+    head.read_keys(b, 0, call.keys, keys, values, key_poison);
+    for (Size g = 0; g < call.group; ++g) {
+      const Size start = g * call.queries;
+      head.read_queries(b, g, 0, call.queries, queries + start * token_row, query_poison + start);
+      head.read_grads(b, g, 0, call.queries, grads + start * value_row);
+    }
+    for (Size first = 0; first < call.queries; first += BLOCK) {
+      const Size count = std::min(BLOCK, Size(call.queries) - first);
+      for (Size g = 0; g < call.group && first / BLOCK % parts == part; ++g) {
+        const Size start = g * call.queries + first;
+        put_columns(queries + start * token_row, token_row, count, call.query_width, columns);
+        put_columns(grads + start * value_row, value_row, count, rows, value_columns);
+        std::fill(found + 0, found + token_row * BLOCK, T(0));
+        for (Size k = 0; k < (call.causal ? first + count : call.keys); k += BLOCK) {
+          const Size others = std::min(BLOCK, Size(call.keys) - k);
+          meet<true>(keys + k * token_row, others, call.causal ? first - k : BLOCK);
+          descend(keys + k * token_row, values + k * value_row, others, call.query_width);
+        }
+        head.write_grads(call.q, b, g, first, count, call.query_width, T(call.query_scale), found, BLOCK,
+                         query_poison + start, false, q_grad + start * call.query_width);
+      }
+    }
+    for (Size first = 0; first < call.keys; first += BLOCK) {
+      if (first / BLOCK % parts != part) continue;
+      const Size count = std::min(BLOCK, Size(call.keys) - first);
+      put_columns(keys + first * token_row, token_row, count, call.key_width, columns);
+      put_columns(values + first * value_row, value_row, count, rows, value_columns);
+      std::fill(found + 0, found + token_row * BLOCK, T(0));
+      std::fill(answers + 0, answers + rows * BLOCK, T(0));
+      for (Size g = 0; g < call.group; ++g)
+        for (Size q = call.causal ? first : 0; q < call.queries; q += BLOCK) {
+          const Size start = g * call.queries + q, others = std::min(BLOCK, Size(call.queries) - q);
+          meet<true, true>(queries + start * token_row, others, call.causal ? q - first : BLOCK);
+          add_product<T>(rows, BLOCK, others, {grads + start * value_row, 1, value_row}, weights, BLOCK, answers, BLOCK);
+          descend(queries + start * token_row, grads + start * value_row, others, call.key_width);
+        }
+      head.write_grads(call.k, b, 0, first, count, call.key_width, T(call.key_scale), found, BLOCK, key_poison + first,
+                       true, k_grad + first * call.key_width);
+      head.write_grads(call.v, b, 0, first, count, call.values, T(1), answers, BLOCK, key_poison + first, true,
+                       v_grad + first * call.values);
+    }
+  }
+
+ private:
+  const SubquadCall& call;
+  const Head<T> head;
+  const Size rows, value_row, token_row;
+  Buffer<T> keys, values, key_poison;     // of the whole head
+  Buffer<T> queries, grads, query_poison; // in the forward of a chunk
+  Buffer<T> columns, value_columns;       // (width, BLOCK) and (rows, BLOCK): the tokens that read
+  Buffer<T> answers, found;               // (rows, BLOCK), and the gradients of the tokens
+  Buffer<T> weights, slopes;              // (BLOCK, BLOCK): the others by the tokens that read
+
+  void put_columns(const T* from, Size row, Size count, Size width, T* to) const {
+    if (count < BLOCK) std::fill(to, to + width * BLOCK, T(0));
+    turn(from, row, count, width, to, BLOCK);
+  }
+
+  // Weights and slopes of `others`, which come `behind` tokens before those that read, or, `reversed`, after them. Of
+  // two in the same block the query sees the key where it does not come before it.
+  template <bool sloped, bool reversed = false> void meet(const T* others, Size count, Size behind) {
+    set_product<T>(count, BLOCK, call.query_width, {others, token_row, 1}, columns, BLOCK, weights, BLOCK);
+    for (Size i = 0; i < count; ++i)
+      for (Size t = 0; t < BLOCK; t += lanes<T>) {
+        const vec<T> x = load(weights + i * BLOCK + t);
+        vec<T> weight = series<T>(x, call.degree), slope{};
+        if (sloped) slope = series<T>(x, call.degree - 1);
+        if (behind == 0) {
+          const mask<T> seen = reversed ? places<T>(t) <= places<T>(i, 0) : places<T>(t) >= places<T>(i, 0);
+          weight = seen ? weight : vec<T>{};
+          slope = seen ? slope : vec<T>{};
+        }
+        store(weights + i * BLOCK + t, weight);
+        if (sloped) store(slopes + i * BLOCK + t, slope);
+      }
+  }
+
+  void descend(const T* others, const T* of_others, Size count, Size width) {
+    set_product<T>(count, BLOCK, rows, {of_others, value_row, 1}, value_columns, BLOCK, weights, BLOCK);
+    for (Size i = 0; i < count * BLOCK; i += lanes<T>) store(weights + i, load(weights + i) * load(slopes + i));
+    add_product<T>(width, BLOCK, count, {others, 1, token_row}, weights, BLOCK, found, BLOCK);
+  }
+};
+
+}  // namespace subquad::SUBQUAD_ISA

@@ -1,0 +1,98 @@
+// One token: its key joins the sums, its queries read them. The inner loop of decoding.
+//
+//   S[e][:] = fade S[e][:] + v[e] phi(k),    o[e] = S[e][:].phi(q)
+//
+// S is (e + 1, r), so that a row of it is one long vector, loaded and stored once, while both features stay in the
+// first-level cache. In place, where `after` is `before`.
+#pragma once
+
+#include "maps.h"
+#include "scan.h"
+
+namespace subquad::SUBQUAD_ISA {
+
+template <class T> class Step {
+ public:
+  explicit Step(const Shape& s)  // its chunk holds the key and the queries of a group
+      : s(s), call(s.call), rows(call.values + 1), row(padded<T>(std::max(call.query_width, call.key_width))),
+        wide(padded<T>(s.features) + lanes<T>), source(s), tokens(s.chunk * row), value(padded<T>(rows)),
+        features(s.chunk * wide), poison(s.chunk + 1) {}
+
+  void operator()(Size b) {
+    const Size group = call.group;
+    std::fill(poison + 0, poison + s.chunk + 1, T(0));
+    take(call.k, b, 0, call.key_width, T(call.key_scale), tokens, poison);
+    for (Size g = 0; g < group; ++g)
+      take(call.q, b, g, call.query_width, T(call.query_scale), tokens + (1 + g) * row, poison + 1 + g);
+    take(call.v, b, 0, call.values, T(1), value, poison + s.chunk);
+    value[call.values] = 1;
+    source.take(tokens, row, 1);
+    for (Size p = 0; p < s.panels; ++p) {
+      const T* panel = source.panel(p);
+      for (Size t = 0; t <= group; ++t)
+        std::copy(panel + t * source.panel_stride(), panel + t * source.panel_stride() + s.count(p),
+                  features + t * wide + s.first(p));
+    }
+    T* key = features;
+    if (s.series)
+      for (Size f = 0; f < s.features; ++f) key[f] *= static_cast<const T*>(call.table)[f];
+
+    T fade = 1, own = 1;
+    if (s.scaled) {
+      const T before = static_cast<const T*>(call.before_scale)[b], now = std::max(before, source.log_scale[0]);
+      fade = raised(before, now);
+      own = raised(source.log_scale[0], now);
+      static_cast<T*>(call.after_scale)[b] = now;
+    }
+    const T told = static_cast<const T*>(call.before_poison)[b] + poison[0] + poison[s.chunk];
+    static_cast<T*>(call.after_poison)[b] = told;
+    for (Size g = 0; g < group; ++g) static_cast<T*>(call.poison)[b * group + g] = told + poison[1 + g];
+
+    const T* before = static_cast<const T*>(call.before) + b * rows * s.features;
+    T* after = static_cast<T*>(call.after) + b * rows * s.features;
+    T* output = static_cast<T*>(call.output) + b * group * call.values;
+    T* normalizer = static_cast<T*>(call.normalizer) + b * group;
+    for (Size e = 0; e < rows; ++e) {
+      advance(before + e * s.features, after + e * s.features, key, fade, own * value[e]);
+      for (Size g = 0; g < group; ++g) {
+        const T total = dot(after + e * s.features, features + (1 + g) * wide);
+        (e == call.values ? normalizer[g] : output[g * call.values + e]) = total;
+      }
+    }
+    for (Size g = 0; call.normalized && g < group; ++g) {
+      const T inverse = normalizer[g] == 0 ? T(0) : 1 / normalizer[g];
+      for (Size e = 0; e < call.values; ++e) output[g * call.values + e] *= inverse;
+    }
+  }
+
+ private:
+  const Shape& s;
+  const SubquadCall& call;
+  const Size rows, row, wide;
+  Source<T> source;
+  Buffer<T> tokens, value, features, poison;
+
+  void take(const SubquadTensor& from, Size b, Size g, Size width, T scale, T* to, T* sick) {
+    read_rows(from, b, g, 0, 1, width, scale, to, row);
+    clean(to, row, 1, width, sick);
+  }
+
+  void advance(const T* before, T* after, const T* key, T fade, T factor) const {
+    Size f = 0;
+    for (; f + lanes<T> <= s.features; f += lanes<T>) store(after + f, load(before + f) * fade + load(key + f) * factor);
+    for (; f < s.features; ++f) after[f] = before[f] * fade + key[f] * factor;
+  }
+
+  T dot(const T* a, const T* b) const {
+    vec<T> sums[4] = {};
+    Size f = 0;
+    for (; f + 4 * lanes<T> <= s.features; f += 4 * lanes<T>)
+      for (int i = 0; i < 4; ++i) sums[i] += load(a + f + i * lanes<T>) * load(b + f + i * lanes<T>);
+    for (; f + lanes<T> <= s.features; f += lanes<T>) sums[0] += load(a + f) * load(b + f);
+    T total = sum<T>((sums[0] + sums[1]) + (sums[2] + sums[3]));
+    for (; f < s.features; ++f) total += a[f] * b[f];
+    return total;
+  }
+};
+
+}  // namespace subquad::SUBQUAD_ISA

@@ -1,0 +1,248 @@
+"""The native kernels against torch's own operations: forward, backward, states, and everything that a pointer can meet.
+
+Most of what they promise is in the other files, whose forms include "fused"; here is what only they have: threads that
+share a head, the two ways to compute (sums and pairs), instruction sets, strides, and the step in place.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+from torch import Tensor
+
+from calls import INF, METHODS, attended, normal_inputs, relative, with_gradients
+from subquad import Decoder, Linear, RandomFeatures, Separable, Taylor, attention, native
+from subquad._methods import kernel_of, recipe_of
+from subquad.native import _library
+
+pytestmark = pytest.mark.skipif(not native.status().available, reason=f"no kernels: {native.status().reason}")
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    SERVED = {
+        "taylor1": Taylor(1), "taylor2": Taylor(2), "taylor3": Taylor(3), "taylor4": Taylor(4),
+        "positive": RandomFeatures(37), "hyperbolic": RandomFeatures(44, "hyperbolic"), "elu": Linear("elu"),
+        "relu": Linear("relu"), "identity": Linear(),
+    }  # fmt: skip
+served = pytest.mark.parametrize("name", SERVED)
+# (batch, key heads), query heads per key head, length, width, value width
+SHAPES = [((1, 1), 1, 200, 7, 3), ((1, 3), 2, 130, 5, 33), ((2, 2), 1, 65, 16, 16), ((1, 1), 1, 64, 2, 1)]
+
+
+@pytest.fixture(params=[1, 2, 3])
+def threads(request) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+def inputs_of(shape, dtype=torch.float64, std=0.7) -> list[Tensor]:
+    (batch, heads), group, n, d, e = shape
+    q, _, _ = normal_inputs(batch, heads * group, n=n, d=d, e=e, dtype=dtype, std=std)
+    return [q, *normal_inputs(batch, heads, n=n, d=d, e=e, dtype=dtype, std=std, seed=1)[1:]]
+
+
+def agrees(name: str, shape, is_causal: bool, chunk: int | None, keep: Tensor | None = None) -> None:
+    """Output and gradients, in float64, against every pair in torch's operations."""
+    inputs = inputs_of(shape)
+    options = dict(is_causal=is_causal, keep=keep)
+    expected = with_gradients(lambda *x: attended(SERVED[name], *x, form="dense", **options)[0], *inputs)
+    found = with_gradients(lambda *x: attended(SERVED[name], *x, form="fused", chunk=chunk, **options)[0], *inputs)
+    for a, b in zip(found, expected, strict=True):
+        assert relative(a, b) < 1e-11
+
+
+@served
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("chunk", [None, 17])
+def test_forward_and_backward_are_those_of_torch(name, is_causal, chunk, threads) -> None:
+    for shape in SHAPES:
+        agrees(name, shape, is_causal, chunk)
+
+
+@served
+def test_hidden_keys(name) -> None:
+    keep = torch.arange(200) % 5 != 1
+    for is_causal in (True, False):
+        agrees(name, SHAPES[0], is_causal, 17, keep[None])
+
+
+def test_many_panels_of_features_shared_by_threads(threads) -> None:
+    """Width 20 has 231 features of degree 2 and 1,771 of degree 3: several panels, some of both degrees."""
+    for name in ("taylor2", "taylor3"):
+        agrees(name, ((1, 1), 1, 150, 20, 5), True, 64)
+
+
+@pytest.mark.parametrize("name", ["taylor2", "taylor3", "positive", "elu"])
+def test_second_derivatives(name) -> None:
+    inputs = [x.requires_grad_() for x in inputs_of(((1, 1), 1, 7, 3, 2))]
+    for is_causal in (True, False):
+
+        def function(*x: Tensor, is_causal=is_causal) -> Tensor:
+            return attended(SERVED[name], *x, form="fused", is_causal=is_causal)[0]
+
+        assert torch.autograd.gradcheck(function, inputs)
+        assert torch.autograd.gradgradcheck(function, inputs)
+
+
+@pytest.mark.parametrize("name", ["taylor2", "positive", "elu"])
+def test_operators_keep_the_rules_of_torch(name) -> None:
+    method = SERVED[name]
+    q, k, v = (x.flatten(0, 1) for x in inputs_of(((1, 2), 1, 20, 4, 3), torch.float32))
+    q = q[:, None]
+    kernel, _, _ = kernel_of(method, q, k, 0.5)
+    recipe = recipe_of(method)
+    turned = native._fused.turned(recipe, kernel.table)
+    numbers = (*recipe, kernel.size, *kernel.root_scale, True, True, 0)
+    for grad in (False, True):
+        tensors = [x.clone().requires_grad_(grad) for x in (q, k, v)]
+        torch.library.opcheck(
+            torch.ops.subquad.forward, (*tensors, None, kernel.table, turned, None, None, None, *numbers, not grad)
+        )
+
+
+@served
+def test_equal_calls_give_equal_bits(name, threads) -> None:
+    inputs = inputs_of(((1, 3), 1, 300, 16, 16), torch.float32)
+    runs = [with_gradients(lambda *x: attention(*x, is_causal=True, method=SERVED[name]), *inputs) for _ in range(3)]
+    for run in runs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(run, runs[0], strict=True))
+
+
+@served
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_any_strides_and_types(name, dtype) -> None:
+    """Heads beside each other, reversed layouts, and memory that is not aligned."""
+    inputs = [x.to(dtype) for x in inputs_of(SHAPES[0], std=0.5)]
+    expected = attention(*inputs, is_causal=True, method=SERVED[name])
+    shuffled = [x.permute(3, 0, 2, 1).contiguous().permute(1, 3, 2, 0) for x in inputs]
+    odd = [torch.cat([x.new_zeros(1), x.flatten()])[1:].view(x.shape) for x in inputs]
+    wide = [torch.cat([x, x.new_full(x.shape, INF)], -1)[..., : x.shape[-1]] for x in inputs]
+    for given in (shuffled, odd, wide):
+        assert torch.equal(attention(*given, is_causal=True, method=SERVED[name]), expected)
+
+
+def test_strides_beyond_32_bits() -> None:
+    """Distances between tokens that need more than 32 bits; pages that nobody touches are free."""
+    length, apart = 9, 1 << 29
+    q, k, v = (x[0, 0] for x in inputs_of(((1, 1), 1, length, 4, 4), torch.float32))
+    far = torch.empty(length * apart, dtype=torch.float32).as_strided((length, 4), (apart, 1))
+    far.copy_(k)
+    expected = attention(q, k, v, is_causal=True, method=Taylor(2))
+    assert torch.equal(attention(q, far, v, is_causal=True, method=Taylor(2)), expected)
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_states_pass_between_the_kernels_and_torch(name, monkeypatch) -> None:
+    inputs = inputs_of(((1, 2), 2, 150, 5, 3))
+    method = SERVED[name]
+    whole = attended(method, *inputs, form="dense")[0]
+    for order in ((True, False), (False, True), (True, True)):
+        state, outputs = None, []
+        for use, part in zip(order, torch.arange(150).split([90, 60]), strict=True):
+            monkeypatch.setattr(_library, "AVAILABLE", use)
+            output, state = attended(method, *(x[..., part, :] for x in inputs), state=state, return_state=True)
+            outputs.append(output)
+        torch.testing.assert_close(torch.cat(outputs, -2), whole, rtol=1e-9, atol=1e-9)
+
+
+# --- Decoding in place ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [*SERVED, "separable", "own"])
+@pytest.mark.parametrize("group", [1, 3])
+def test_decoder_is_attention_token_by_token(name, group) -> None:
+    method = SERVED.get(name) or (Separable() if name == "separable" else METHODS["own map"])
+    q, k, v = inputs_of(((2, 2), group, 40, 4, 3), torch.float32)
+    whole = attention(q, k, v, is_causal=True, method=method, enable_gqa=True)
+    first = [x[:, :, :30] for x in (q, k, v)]
+    _, state = attention(*first, is_causal=True, method=method, enable_gqa=True, return_state=True)
+    kept = state.sums.clone()
+    decoder = Decoder(state, enable_gqa=True)
+    outputs = [decoder(*(x[:, :, i : i + 1] for x in (q, k, v))) for i in range(30, 36)]
+    middle = decoder.state
+    outputs += [decoder(*(x[:, :, i : i + 1] for x in (q, k, v))) for i in range(36, 40)]
+    torch.testing.assert_close(torch.cat(outputs, 2), whole[:, :, 30:], rtol=1e-4, atol=1e-4)
+    assert torch.equal(state.sums, kept) and (middle.length, decoder.state.length) == (36, 40)
+    rest = [x[:, :, 36:] for x in (q, k, v)]
+    again = attention(*rest, is_causal=True, method=method, enable_gqa=True, state=middle)
+    torch.testing.assert_close(again, whole[:, :, 36:], rtol=1e-4, atol=1e-4)
+
+
+def test_decoder_remembers_what_is_not_finite() -> None:
+    q, k, v = inputs_of(((1, 2), 1, 6, 4, 4), torch.float32)
+    k[:, 1, 3] = torch.nan
+    whole = attention(q, k, v, is_causal=True, method=Taylor(2))
+    _, state = attention(*(x[:, :, :2] for x in (q, k, v)), is_causal=True, method=Taylor(2), return_state=True)
+    decoder = Decoder(state)
+    found = torch.cat([decoder(*(x[:, :, i : i + 1] for x in (q, k, v))) for i in range(2, 6)], 2)
+    torch.testing.assert_close(found, whole[:, :, 2:], equal_nan=True)
+
+
+def test_decoder_complains_as_attention_does() -> None:
+    with pytest.raises(TypeError, match="state: expected what attention"):
+        Decoder(torch.ones(3))
+    q, k, v = inputs_of(((1, 2), 1, 6, 4, 4), torch.float32)
+    _, state = attention(q, k, v, is_causal=True, method=Taylor(2), return_state=True)
+    with pytest.raises(ValueError, match="state: "):
+        Decoder(state)(q[:, :1, :1], k[:, :1, :1], v[:, :1, :1])
+
+
+# --- Which library, and which instructions ----------------------------------------------------------------------------
+
+PROBE = """
+import json, torch
+from subquad import Taylor, RandomFeatures, Decoder, attention, native
+torch.manual_seed(0)
+q, k, v = (torch.randn(1, 2, 100, 9, dtype=torch.float64, requires_grad=True) for _ in range(3))
+found = []
+for method in (Taylor(2), RandomFeatures(20)):
+    out = attention(q, k, v, is_causal=True, method=method)
+    found += [out.sum().item(), *(g.square().sum().item() for g in torch.autograd.grad(out.square().sum(), (q, k, v)))]
+    head, state = attention(*(x.detach().float() for x in (q, k, v)), is_causal=True, method=method, return_state=True)
+    found.append(Decoder(state)(*(x[:, :, :1].detach().float() for x in (q, k, v))).sum().item())
+print(json.dumps([str(native.status()), found]))
+"""
+
+
+def probed(**environment: str) -> tuple[str, Tensor]:
+    result = subprocess.run(
+        [sys.executable, "-c", PROBE], env=os.environ | environment, capture_output=True, text=True, check=True
+    )
+    status, figures = json.loads(result.stdout)
+    return status, torch.tensor(figures, dtype=torch.float64)
+
+
+def test_every_instruction_set_and_none_gives_the_same() -> None:
+    status, expected = probed(SUBQUAD_NATIVE="0")
+    assert status == "torch (turned off by SUBQUAD_NATIVE=0)"
+    for wanted in ("", "AVX2", "plain"):
+        status, found = probed(SUBQUAD_INSTRUCTIONS=wanted)
+        assert status.startswith(f"native kernels, {wanted}"), status
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_a_library_that_cannot_be_used_is_not(tmp_path) -> None:
+    for name, content in (("missing.so", None), ("empty.so", b""), ("other.so", b"not a library")):
+        if content is not None:
+            (tmp_path / name).write_bytes(content)
+        status, _ = probed(SUBQUAD_NATIVE=str(tmp_path / name))
+        assert status.startswith(f"torch ({name} cannot be used: "), status
+
+
+def test_a_call_is_what_the_library_takes_it_for() -> None:
+    """Names and order of the fields of call.h, which the compiler does not compare with the mirror in Python."""
+    header = (_library.Path(_library.__file__).parent / "call.h").read_text()
+    body = header.split("struct SubquadCall {")[1].split("};")[0]
+    lines = [line.split("//")[0].strip() for line in body.splitlines()]
+    fields = []
+    for line in lines:
+        if line:
+            declared = line.removesuffix(";").replace("const ", "").split(None, 1)[1]
+            fields += [name.strip().lstrip("*") for name in declared.split(",")]
+    assert fields == [name for name, *_ in _library.Call._fields_]

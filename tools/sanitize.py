@@ -1,0 +1,38 @@
+"""The tests of the native kernels, with every access and every operation checked: `make sanitize`.
+
+The kernels are compiled anew with AddressSanitizer and UndefinedBehaviorSanitizer, whose run-time library has to be
+loaded before Python; leaks are Python's own affair.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+FLAGS = ["-std=c++17", "-O1", "-g", "-fPIC", "-shared", "-pthread", "-Wno-psabi", "-Wno-ignored-attributes",
+         "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer"]  # fmt: skip
+TESTS = ["tests/subquad/test_native.py", "tests/subquad/test_agreement.py", "tests/subquad/test_nonfinite.py",
+         "tests/subquad/test_padding.py", "tests/subquad/test_empty.py"]  # fmt: skip
+
+
+def main() -> int:
+    compiler = os.environ.get("CXX", "c++")
+    runtime = subprocess.run([compiler, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
+    with tempfile.TemporaryDirectory() as folder:
+        library = Path(folder) / "kernels.so"
+        sources = sorted(map(str, (ROOT / "src/subquad/native").glob("*.cpp")))
+        print("Compiling with the sanitizers ...", flush=True)
+        subprocess.run([compiler, *FLAGS, *sources, "-o", str(library)], check=True)
+        environment = os.environ | {
+            "SUBQUAD_NATIVE": str(library),
+            "LD_PRELOAD": runtime.stdout.strip(),
+            "ASAN_OPTIONS": "detect_leaks=0:alloc_dealloc_mismatch=0",
+            "UBSAN_OPTIONS": "print_stacktrace=1",
+        }
+        return subprocess.run([sys.executable, "-m", "pytest", *TESTS], cwd=ROOT, env=environment).returncode
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
