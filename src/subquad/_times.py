@@ -21,7 +21,6 @@ from subquad._separable import Separable
 from subquad._work import seen_pairs
 from subquad.native._fused import knows
 
-FUSED_CHUNK = 64  # tokens, as in native/scan.h
 EXACT_LENGTHS, EXACT_WIDTHS = (128, 256, 512, 1024, 2048, 4096), (16, 64, 128)
 
 
@@ -85,7 +84,7 @@ def work(method: Named, form: str, shape: Shape) -> list[float]:
         by_pairs, by_sums = pairs * (d + e + 1), 2 * tokens * r * (e + 1)
         if isinstance(method, Taylor) and by_pairs < by_sums:
             return [1.0, by_pairs, 0.0, 0.0, tokens * (d + e)]
-        inside = queries * FUSED_CHUNK * (pair + e + 1) if shape.is_causal else 0.0
+        inside = queries * (32 if r <= 512 else 64) * (pair + e + 1) if shape.is_causal else 0.0  # as in native/scan.h
         return [1.0, by_sums, tokens * r * (d if isinstance(method, RandomFeatures) else 1), inside, tokens * (d + e)]
     if form == "dense":  # Blocks of rows, each with all the keys up to its last row.
         if shape.is_causal:

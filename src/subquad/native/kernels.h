@@ -61,7 +61,7 @@ struct Plan {
 };
 
 inline Size tokens_of(const SubquadCall& call) {
-  return std::min<Size>(call.chunk ? call.chunk : CHUNK, std::max(call.queries, call.keys));
+  return std::min<Size>(call.chunk ? call.chunk : best_chunk(call.features), std::max(call.queries, call.keys));
 }
 
 template <class T> bool forward(const SubquadCall& call) {

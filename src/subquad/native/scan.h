@@ -12,9 +12,9 @@
 //   answer    O[e][t]   += S[e][f] phi[f][t]       a chunk reads the sums
 //   descend   dphi[f][t] = S[e][f] dO[e][t]        the derivative of what it reads
 //
-// Vectors never run over e, so any value width costs what it should, and the normaliser is one row more. 64 tokens use
-// each number of S that is loaded: enough for S in the second-level cache (0.6 MB at width 64) to keep up with the
-// arithmetic. Pairs inside a chunk are 3 % of the work of Taylor(2) at width 64, and 25 % at width 16.
+// Vectors never run over e, so any value width costs what it should, and the normaliser is one row more. S (0.6 MB for
+// Taylor(2) at width 64) stays in the second-level cache, which keeps up with the arithmetic because 32 or 64 tokens use
+// each number that is loaded. Pairs inside a chunk are 3 % of the work of Taylor(2) at width 64, and 13 % at width 16.
 //
 // Keys with a log-scale c: sums are relative to `level`, the largest c so far, and each row to the largest that it sees.
 #pragma once
@@ -24,7 +24,10 @@
 
 namespace subquad::SUBQUAD_ISA {
 
-constexpr Size CHUNK = 64;
+// Tokens of a chunk. With many features more tokens should share each number of S that is loaded; with few, the pairs
+// inside a chunk are what costs. Measured at width 16 (153 features): 22.9 ms with 32 tokens, 24.2 with 64, 28.5 with 128;
+// at width 64 (2,145 features): 27.6, 25.9, 25.9.
+inline Size best_chunk(Size features) { return features <= 512 ? 32 : 64; }
 
 // exp(scale - level), also where one of them is the log-scale of nothing.
 template <class T> T raised(T scale, T level) { return scale == T(-INFINITY) ? T(0) : std::exp(scale - level); }
@@ -57,7 +60,7 @@ template <class T> class Scan {
         }
         write_answers(b, g, first, share);
       }
-      if (call.causal) absorb_keys();
+      if (call.causal) absorb_keys(first + s.tokens < call.queries || call.after);
     }
     end(b);
   }
@@ -84,11 +87,11 @@ template <class T> class Scan {
         head.write_grads(call.q, b, g, first, query_count, call.query_width, T(call.query_scale), reader.finish(), c,
                          query_poison, false, q_grad + (g * call.queries + first) * call.query_width);
       }
-      if (call.causal) absorb_keys();
+      if (call.causal) absorb_keys(first + s.tokens < call.queries);
     }
     levels[(call.keys + s.tokens - 1) / s.tokens] = level;
 
-    std::fill(sums + 0, sums + (end_panel - first_panel) * rows * s.panel, T(0));
+    clear();
     if (!call.causal)
       for (Size first = 0; first < call.queries; first += s.tokens)
         for (Size g = 0; g < call.group; ++g) {
@@ -110,7 +113,7 @@ template <class T> class Scan {
         find_tops();
         for (Size g = 0; g < call.group; ++g) {
           take_queries_as_source(b, g, first);
-          absorb(times_rows(grads, fade));
+          if (first > 0) absorb(times_rows(grads, fade));
           if (!pairs_are_mine(first)) continue;
           meet_source_queries();
           add_product<T>(rows, c, query_count, {grads, 1, value_row}, weights, c, answers, c);
@@ -141,6 +144,7 @@ template <class T> class Scan {
   Buffer<T> weights, slopes;                  // (c, c): source tokens by reader tokens
   Buffer<T> query_poison, key_poison;         // 0 or NaN
   Buffer<T> key_scale, top, fade;             // c of the keys; the largest that each row sees; exp(level - top)
+  bool nothing = true;                        // whether the sums are those of no tokens at all
   T level = 0, seen_poison = 0;
   Size query_count = 0, key_count = 0;        // real tokens of the chunk; the rest of it is zeros
 
@@ -149,12 +153,18 @@ template <class T> class Scan {
 
   // --- Sums ----------------------------------------------------------------------------------------------------------
 
-  void begin(Size b) {
+  void clear() {
     std::fill(sums + 0, sums + (end_panel - first_panel) * rows * s.panel, T(0));
+    nothing = true;
+  }
+
+  void begin(Size b) {
+    clear();
     level = s.scaled ? T(-INFINITY) : T(0);
     seen_poison = call.before_poison ? static_cast<const T*>(call.before_poison)[b] : T(0);
     for (Size t = 0; t < c; ++t) fade[t] = 1;
     if (!call.before) return;
+    nothing = false;
     if (s.scaled) level = static_cast<const T*>(call.before_scale)[b];
     const T* before = static_cast<const T*>(call.before) + b * rows * s.features;
     for (Size p = first_panel; p < end_panel; ++p)
@@ -184,18 +194,21 @@ template <class T> class Scan {
   }
 
   void absorb(const T* rows_of) {
+    nothing = false;
     for (Size p = first_panel; p < end_panel; ++p)
       add_product<T>(rows, padded<T>(s.count(p)), c, {rows_of, 1, value_row}, source.panel(p), source.panel_stride(),
                      panel_sums(p), s.panel);
   }
 
-  void absorb_keys() {
+  // needed: whether anybody will read these sums; else only the level is raised.
+  void absorb_keys(bool needed) {
     for (Size t = 0; t < key_count; ++t) seen_poison += key_poison[t];
-    if (!s.scaled) return absorb(values);
+    if (!s.scaled) return needed ? absorb(values) : void();
     T raised_level = level;
     for (Size t = 0; t < c; ++t) raised_level = std::max(raised_level, key_scale[t]);
-    times_sums(raised(level, raised_level));
+    if (needed) times_sums(raised(level, raised_level));
     level = raised_level;
+    if (!needed) return;
     for (Size t = 0; t < c; ++t) fade[t] = raised(key_scale[t], level);
     absorb(times_rows(values, fade));
   }
@@ -203,18 +216,20 @@ template <class T> class Scan {
   void absorb_all_keys(Size b) {
     for (Size first = 0; first < call.keys; first += s.tokens) {
       take_keys_as_source(b, first);
-      absorb_keys();
+      absorb_keys(true);
     }
   }
 
   void answer() {
     std::fill(answers + 0, answers + rows * c, T(0));
+    if (nothing) return;
     for (Size p = first_panel; p < end_panel; ++p)
       add_product<T>(rows, c, s.count(p), {panel_sums(p), s.panel, 1}, reader.panel(p), c, answers, c);
     times_columns(answers, fade, answers);
   }
 
   void descend(const T* given) {
+    if (nothing) return;
     for (Size p = first_panel; p < end_panel; ++p) {
       set_product<T>(s.count(p), c, rows, {panel_sums(p), 1, s.panel}, given, c, reader.panel_gradient(), c);
       reader.follow(p);

@@ -17,15 +17,18 @@ template <> struct Vector<float> {
   typedef float type __attribute__((vector_size(SUBQUAD_BYTES)));
   typedef float loose __attribute__((vector_size(SUBQUAD_BYTES), aligned(4), may_alias));
   typedef int32_t whole __attribute__((vector_size(SUBQUAD_BYTES)));
+  typedef uint32_t bits __attribute__((vector_size(SUBQUAD_BYTES)));
 };
 template <> struct Vector<double> {
   typedef double type __attribute__((vector_size(SUBQUAD_BYTES)));
   typedef double loose __attribute__((vector_size(SUBQUAD_BYTES), aligned(8), may_alias));
   typedef int64_t whole __attribute__((vector_size(SUBQUAD_BYTES)));
+  typedef uint64_t bits __attribute__((vector_size(SUBQUAD_BYTES)));
 };
 
 template <class T> using vec = typename Vector<T>::type;
 template <class T> using mask = typename Vector<T>::whole;  // -1 where true, 0 where not
+template <class T> using bits = typename Vector<T>::bits;   // in which sums may pass the end
 template <class T> constexpr Size lanes = SUBQUAD_BYTES / sizeof(T);
 
 template <class T> inline vec<T> load(const T* from) { return *reinterpret_cast<const typename Vector<T>::loose*>(from); }
@@ -63,7 +66,7 @@ template <class T> inline vec<T> larger(vec<T> a, vec<T> b) { return a > b ? a :
 inline vec<float> exp(vec<float> x) {
   const float shift = 12582912.0f;
   vec<float> n = x * 1.44269504088896341f + shift;
-  mask<float> bits = reinterpret_cast<mask<float>>(n) << 23;
+  const bits<float> power = reinterpret_cast<bits<float>>(n) << 23;
   n -= shift;
   vec<float> r = x - n * 0.693359375f + n * 2.12194440054690583e-4f;
   vec<float> y = all(1.0f / 5040);
@@ -74,14 +77,14 @@ inline vec<float> exp(vec<float> x) {
   y = y * r + 0.5f;
   y = y * r + 1.0f;
   y = y * r + 1.0f;
-  y = reinterpret_cast<vec<float>>(reinterpret_cast<mask<float>>(y) + bits);
+  y = reinterpret_cast<vec<float>>(reinterpret_cast<bits<float>>(y) + power);
   return x < -87.0f ? vec<float>{} : y;
 }
 
 inline vec<double> exp(vec<double> x) {
   const double shift = 6755399441055744.0;
   vec<double> n = x * 1.44269504088896340736 + shift;
-  mask<double> bits = reinterpret_cast<mask<double>>(n) << 52;
+  const bits<double> power = reinterpret_cast<bits<double>>(n) << 52;
   n -= shift;
   vec<double> r = x - n * 6.93147180369123816490e-1 - n * 1.90821492927058770002e-10;
   double factorial = 6227020800.0;  // 13!
@@ -90,7 +93,7 @@ inline vec<double> exp(vec<double> x) {
     factorial /= p;
     y = y * r + 1 / factorial;
   }
-  y = reinterpret_cast<vec<double>>(reinterpret_cast<mask<double>>(y) + bits);
+  y = reinterpret_cast<vec<double>>(reinterpret_cast<bits<double>>(y) + power);
   return x < -708.0 ? vec<double>{} : y;
 }
 
