@@ -30,10 +30,10 @@ with warnings.catch_warnings():
     }  # fmt: skip
 served = pytest.mark.parametrize("name", SERVED)
 # (batch, key heads), query heads per key head, length, width, value width
-SHAPES = [((1, 1), 1, 200, 7, 3), ((1, 3), 2, 130, 5, 33), ((2, 2), 1, 65, 16, 16), ((1, 1), 1, 64, 2, 1)]
+SHAPES = [((1, 1), 1, 130, 7, 3), ((1, 3), 2, 70, 5, 33), ((1, 1), 1, 64, 2, 1)]
 
 
-@pytest.fixture(params=[1, 2, 3])
+@pytest.fixture(params=[1, 3])
 def threads(request) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(request.param)
@@ -67,7 +67,7 @@ def test_forward_and_backward_are_those_of_torch(name, is_causal, chunk, threads
 
 @served
 def test_hidden_keys(name) -> None:
-    keep = torch.arange(200) % 5 != 1
+    keep = torch.arange(130) % 5 != 1
     for is_causal in (True, False):
         agrees(name, SHAPES[0], is_causal, 17, keep[None])
 
@@ -78,9 +78,9 @@ def test_many_panels_of_features_shared_by_threads(threads) -> None:
         agrees(name, ((1, 1), 1, 150, 20, 5), True, 64)
 
 
-@pytest.mark.parametrize("name", ["taylor2", "taylor3", "positive", "elu"])
+@pytest.mark.parametrize("name", ["taylor2", "positive", "elu"])
 def test_second_derivatives(name) -> None:
-    inputs = [x.requires_grad_() for x in inputs_of(((1, 1), 1, 7, 3, 2))]
+    inputs = [x.requires_grad_() for x in inputs_of(((1, 1), 1, 4, 2, 2))]
     for is_causal in (True, False):
 
         def function(*x: Tensor, is_causal=is_causal) -> Tensor:
