@@ -20,7 +20,7 @@ from math import sqrt
 from typing import Any, Literal, NamedTuple, cast, overload
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 from subquad import _forms as forms
@@ -209,11 +209,12 @@ def attend(
     with off:
         q, k, v = layout.fold_query(query), layout.fold_key(key), layout.fold_key(value)
         resumed = state is not None and state.sums is not None
-        learned = torch.is_grad_enabled() and (isinstance(method, nn.Module) or any(
+        own = not isinstance(method, Taylor | RandomFeatures | Linear | Separable)  # A user's map may hold parameters.
+        learned = torch.is_grad_enabled() and (own or any(
             x is not None and x.requires_grad for x in (q, k, v, None if state is None else state.sums)))  # fmt: skip
         # The kernels have no derivative for sums, and no way for queries and keys of different number to run alongside.
         fusable = serves(recipe_of(method), q, k, v, runs) and not (stateful and learned)
-        fusable = fusable and (not is_causal or layout.queries == layout.keys)
+        fusable = fusable and (not is_causal or layout.queries == layout.keys) and method.size(layout.width) > 0
         form, sizes = choose_form(method, layout, is_causal, stateful, resumed, form, chunk, fusable)
         scale = 1 / sqrt(layout.width or 1) if scale is None else scale
         kernel, q, k = kernel_of(method, q, k, scale, pairs_alone=form == "dense")

@@ -58,8 +58,9 @@ class Decoder:
     @torch.no_grad()
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """query (..., heads, 1, d), key (..., key heads, 1, d), value (..., key heads, 1, e) -> (..., heads, 1, e)."""
-        shapes = (query.shape, key.shape, value.shape, query.dtype, key.dtype, value.dtype)
-        if self._call is None or shapes != self._shapes:
+        given = (query, key, value)
+        shapes = (*(x.shape for x in given), *(x.dtype for x in given), *(x.device for x in given))
+        if self._call is None or shapes != self._shapes or torch.is_autocast_enabled("cpu"):
             self._state, self._steps, self._shapes = self.state, 0, shapes
             self._call = self._prepared(query, key, value)
         if self._call is None:
@@ -71,7 +72,7 @@ class Decoder:
             return output
         call, self._steps = self._call, self._steps + 1
         q, k, v = query.contiguous(), key.contiguous(), value.contiguous()
-        output = torch.empty((*query.shape[:-1], value.shape[-1]), dtype=self._poison.dtype)
+        output = query.new_empty((*query.shape[:-1], value.shape[-1]), dtype=self._poison.dtype)
         call.q.data, call.k.data, call.v.data, call.output = q.data_ptr(), k.data_ptr(), v.data_ptr(), output.data_ptr()
         code = self._step(self._address)
         if code == NO_MEMORY:
@@ -84,6 +85,8 @@ class Decoder:
         """A call whose sums are the decoder's own; None where the kernels do not serve, or `attend` has to complain."""
         state, method = self._state, self._state.method
         if state.sums is None or state.poison is None or state.segment is not None or key.dim() < 3:
+            return None
+        if not query.dtype == key.dtype == value.dtype or torch.is_autocast_enabled("cpu"):
             return None
         if not isinstance(method, Taylor | RandomFeatures | Linear) or getattr(method, "key_shift", None) is not None:
             return None

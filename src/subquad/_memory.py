@@ -43,7 +43,11 @@ def fused_bytes(layout: Layout, r: int, training: bool, dtype: torch.dtype) -> i
     """Of the native kernels: results in wide arithmetic, and the sums of a head, or a chunk's features, per thread."""
     number, wide = dtype.itemsize, torch.promote_types(dtype, torch.float32).itemsize
     inputs, outputs = elements(layout)
-    rows, sums = layout.rows * layout.group * layout.queries, torch.get_num_threads() * r * (layout.value_width + 1)
+    threads, rows = torch.get_num_threads(), layout.rows * layout.group * layout.queries
+    sums = threads * r * (layout.value_width + 1)
+    # Threads that share heads, as in native/kernels.h, have a share of the result each.
+    shared = layout.rows % threads != 0 and layout.rows < 4 * threads
+    sums += max(threads * rows * (layout.value_width + 1), (threads - 1) * inputs * training) if shared else 0
     forward = wide * (outputs + 2 * rows) + (number * outputs if number < wide else 0)
     backward = wide * inputs + (number * inputs if number < wide else 0) if training else 0
     return forward + backward + wide * sums

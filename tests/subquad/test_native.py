@@ -151,6 +151,74 @@ def test_states_pass_between_the_kernels_and_torch(name, monkeypatch) -> None:
         torch.testing.assert_close(torch.cat(outputs, -2), whole, rtol=1e-9, atol=1e-9)
 
 
+def test_state_of_a_head_that_threads_share() -> None:
+    """Long enough that the head is split; each part has to write its own sums."""
+    before = torch.get_num_threads()
+    q, k, v = inputs_of(((1, 1), 1, 2000, 16, 16), torch.float32, std=0.3)
+    found = []
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        for method in (Taylor(2), RandomFeatures(256)):
+            found.append(attention(q, k, v, is_causal=True, method=method, return_state=True))
+    torch.set_num_threads(before)
+    for (a, state), (b, other) in zip(found[:2], found[2:], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(state.sums, other.sums, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("chunk", [None, 8])
+def test_gradients_that_are_not_finite_stay_behind_the_mask(chunk) -> None:
+    """A query that is NaN has a loss of NaN, which reaches the keys that it sees and no later one."""
+    q, k, v = inputs_of(((1, 1), 1, 20, 4, 4))
+    q[0, 0, 10] = torch.nan
+    k.requires_grad_()
+    for form in ("chunked", "fused"):
+        loss = attended(Taylor(2), q, k, v, form=form, chunk=chunk)[0].square().sum()
+        (grad,) = torch.autograd.grad(loss, k)
+        assert grad[0, 0, :11].isnan().all() and not grad[0, 0, 11:].isnan().any()
+
+
+class Scaled:
+    """A map that is no module, and yet holds something to be learned."""
+
+    positive = False
+
+    def __init__(self, features: int) -> None:
+        self.weight = torch.full((features,), 0.7, dtype=torch.float64, requires_grad=True)
+
+    def size(self, width: int) -> int:
+        return len(self.weight)
+
+    def __call__(self, x: Tensor, *, is_query: bool) -> Tensor:
+        return x[..., : len(self.weight)] * self.weight
+
+
+def test_a_learned_map_that_is_no_module() -> None:
+    q, k, v = inputs_of(((1, 1), 1, 20, 4, 4))
+    gradients = []
+    for use in (True, False):
+        method, state, loss = Scaled(4), None, 0.0
+        for part in torch.arange(20).split(10):
+            if use:
+                output, state = attended(method, *(x[..., part, :] for x in (q, k, v)), state=state, return_state=True)
+                loss = loss + output.sum()
+        loss = loss if use else attended(method, q, k, v, form="dense")[0].sum()
+        gradients.append(torch.autograd.grad(loss, method.weight)[0])
+    torch.testing.assert_close(*gradients, rtol=1e-6, atol=1e-6)
+
+
+def test_a_map_without_features_gives_nothing() -> None:
+    assert not attention(*inputs_of(SHAPES[0]), is_causal=True, method=Scaled(0)).any()
+
+
+def test_many_gradients_at_once() -> None:
+    q, k, v = (x.requires_grad_() for x in inputs_of(((1, 1), 1, 5, 2, 2)))
+    function = lambda *x: attention(*x, is_causal=True, method=Taylor(2))
+    found, expected = (torch.autograd.functional.jacobian(function, (q, k, v), vectorize=v_) for v_ in (True, False))
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
 # --- Decoding in place ------------------------------------------------------------------------------------------------
 
 
@@ -182,6 +250,18 @@ def test_decoder_remembers_what_is_not_finite() -> None:
     decoder = Decoder(state)
     found = torch.cat([decoder(*(x[:, :, i : i + 1] for x in (q, k, v))) for i in range(2, 6)], 2)
     torch.testing.assert_close(found, whole[:, :, 2:], equal_nan=True)
+
+
+def test_decoder_on_a_device_by_default() -> None:
+    q, k, v = inputs_of(((1, 2), 1, 6, 4, 4), torch.float32)
+    _, state = attention(q, k, v, is_causal=True, method=Taylor(2), return_state=True)
+    expected = Decoder(state)(q[:, :, :1], k[:, :, :1], v[:, :, :1])
+    torch.set_default_device("meta")
+    try:
+        found = Decoder(state)(q[:, :, :1], k[:, :, :1], v[:, :, :1])
+    finally:
+        torch.set_default_device(None)
+    assert torch.equal(found, expected)
 
 
 def test_decoder_complains_as_attention_does() -> None:

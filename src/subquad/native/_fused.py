@@ -27,16 +27,18 @@ def knows(recipe: Recipe | None) -> bool:
 
 def serves(recipe: Recipe | None, q: Tensor, k: Tensor, v: Tensor, runs: Tensor | None) -> bool:
     """q (b, g, n, d), k (b, m, d), v (b, m, e). Segments, other devices and torch.func are left to torch."""
-    if not knows(recipe) or runs is not None or q.device.type != "cpu":
+    if not knows(recipe) or runs is not None or any(x.device.type != "cpu" for x in (q, k, v)):
         return False
-    wide = {torch.promote_types(x.dtype, torch.float32) for x in (q, k, v) if x.dtype in TYPES}
+    if any(x.dtype not in TYPES for x in (q, k, v)):
+        return False
+    wide = {torch.promote_types(x.dtype, torch.float32) for x in (q, k, v)}
     return len(wide) == 1 and 0 not in (*q.shape, *k.shape) and not _transformed(q, k, v)
 
 
 def _transformed(*tensors: Tensor) -> bool:
     """Inside torch.func, or in forward mode."""
     if torch.compiler.is_compiling():
-        return False
+        return torch._C._are_functorch_transforms_active()
     dual = torch.autograd.forward_ad._current_level >= 0
     return torch._C._are_functorch_transforms_active() or (
         dual and any(torch.autograd.forward_ad.unpack_dual(x).tangent is not None for x in tensors)
@@ -60,6 +62,9 @@ def fused(
         q, k, v, keep, table, turned(recipe, table), *sums, *recipe, features, *roots, is_causal, normalized, chunk,
         want_sums,
     )  # fmt: skip
-    if torch.compiler.is_compiling() or bool(poison.sum() != 0):
-        output = output + poison[..., None]
+    # Nearly always there is none; but who records the call, records it for other numbers too.
+    recorded = torch._C._get_tracing_state() is not None or torch._C._len_torch_dispatch_stack() > 0
+    if recorded or torch.compiler.is_compiling() or bool(poison.sum() != 0):
+        sick = poison[..., None]
+        output = torch.where(sick == 0, output, output + sick)  # Not a bit of the others changes.
     return output.to(q.dtype), (values.mT, told, log_scale if log_scale.numel() else None) if want_sums else None

@@ -86,19 +86,26 @@ def save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     ctx.numbers = inputs[TENSORS:-1]
 
 
+def _batched(grad: Tensor) -> bool:
+    """Whether it stands for many gradients, in either of the two ways that torch has."""
+    return bool(torch._C._functorch.is_batchedtensor(grad) or torch._C._functorch.is_legacy_batchedtensor(grad))
+
+
 def differentiate(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
     """Of the output alone: normaliser and poison are not for others, and calls that want sums have no derivative."""
     *tensors, output, normalizer = ctx.saved_tensors
     nothing = (None,) * (TENSORS - 3 + NUMBERS + 1)
     if grads[0] is None:
         return None, None, None, *nothing
-    if torch.is_grad_enabled():  # Somebody differentiates this again.
+    if torch.is_grad_enabled() or _batched(grads[0]):  # Somebody differentiates this again,
+        # or asks for many gradients at once.
         from subquad._kernel import Sums
         from subquad.native._twin import gradients
 
         q, k, v, keep, table, _, before, poison, scale = tensors
         sums = None if before is None else Sums(before.mT, poison, scale)
-        return *gradients(grads[0], q, k, v, keep, table, sums, *ctx.numbers[:-1]), *nothing
+        with torch.enable_grad():
+            return *gradients(grads[0], q, k, v, keep, table, sums, *ctx.numbers[:-1]), *nothing
     found = torch.ops.subquad.backward(grads[0], output, normalizer, *tensors, *ctx.numbers)
     return *(x.to(to.dtype) for x, to in zip(found, tensors, strict=False)), *nothing
 

@@ -99,6 +99,9 @@ template <class T> struct Head {
   }
 };
 
+// A slope of 0 hides: there a gradient that is not finite must not come through.
+template <class T> vec<T> sloped(vec<T> grad, vec<T> slope) { return slope != 0 ? grad * slope : vec<T>{}; }
+
 // 1 + x (1 + x/2 (1 + x/3 ...))
 template <class T> vec<T> series(vec<T> x, Size degree) {
   vec<T> result = all(T(1));

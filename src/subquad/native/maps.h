@@ -48,7 +48,7 @@ struct Shape {
     Shape s{call, tokens, padded<T>(tokens), call.query_width, call.features, 0, 0, call.map == TAYLOR, false, false, 0, {}, {}};
     s.projected = call.map == POSITIVE || call.map == HYPERBOLIC;
     s.scaled = s.projected || call.map == LOGGED;
-    const Size at_least = (s.features + PANEL * parts - 1) / (PANEL * parts) * parts;
+    const Size at_least = std::max<Size>(1, (s.features + PANEL * parts - 1) / (PANEL * parts) * parts);
     s.panel = std::max(lanes<T>, padded<T>((s.features + at_least - 1) / at_least));
     s.panels = (s.features + s.panel - 1) / s.panel;
     if (!s.series) return s;

@@ -110,26 +110,26 @@ template <class T> class Pairs {
 
   // Weights and slopes of `others`, which come `behind` tokens before those that read, or, `reversed`, after them. Of
   // two in the same block the query sees the key where it does not come before it.
-  template <bool sloped, bool reversed = false> void meet(const T* others, Size count, Size behind) {
+  template <bool with_slopes, bool reversed = false> void meet(const T* others, Size count, Size behind) {
     set_product<T>(count, BLOCK, call.query_width, {others, token_row, 1}, columns, BLOCK, weights, BLOCK);
     for (Size i = 0; i < count; ++i)
       for (Size t = 0; t < BLOCK; t += lanes<T>) {
         const vec<T> x = load(weights + i * BLOCK + t);
         vec<T> weight = series<T>(x, call.degree), slope{};
-        if (sloped) slope = series<T>(x, call.degree - 1);
+        if (with_slopes) slope = series<T>(x, call.degree - 1);
         if (behind == 0) {
           const mask<T> seen = reversed ? places<T>(t) <= places<T>(i, 0) : places<T>(t) >= places<T>(i, 0);
           weight = seen ? weight : vec<T>{};
           slope = seen ? slope : vec<T>{};
         }
         store(weights + i * BLOCK + t, weight);
-        if (sloped) store(slopes + i * BLOCK + t, slope);
+        if (with_slopes) store(slopes + i * BLOCK + t, slope);
       }
   }
 
   void descend(const T* others, const T* of_others, Size count, Size width) {
     set_product<T>(count, BLOCK, rows, {of_others, value_row, 1}, value_columns, BLOCK, weights, BLOCK);
-    for (Size i = 0; i < count * BLOCK; i += lanes<T>) store(weights + i, load(weights + i) * load(slopes + i));
+    for (Size i = 0; i < count * BLOCK; i += lanes<T>) store(weights + i, sloped<T>(load(weights + i), load(slopes + i)));
     add_product<T>(width, BLOCK, count, {others, 1, token_row}, weights, BLOCK, found, BLOCK);
   }
 };

@@ -266,13 +266,13 @@ template <class T> class Scan {
   // --- Pairs inside a chunk ------------------------------------------------------------------------------------------
 
   // Weights, and their slopes by the logit: (source, reader), 0 where the reader may not see.
-  template <bool sloped> void meet_source_keys() {
+  template <bool with_slopes> void meet_source_keys() {
     set_product<T>(key_count, c, s.pair_width(), {source.pairs(), source.pair_row(), 1}, reader.pairs(), c, weights, c);
     for (Size k = 0; k < key_count; ++k)
       for (Size t = 0; t < c; t += lanes<T>) {
         vec<T> factor = all(T(1));
         if (s.scaled) factor = exp(smaller_than_zero(key_scale[k] - load(top + t)));
-        weigh<sloped>(k * c + t, factor, places<T>(t) >= places<T>(k, 0));
+        weigh<with_slopes>(k * c + t, factor, places<T>(t) >= places<T>(k, 0));
       }
   }
 
@@ -288,21 +288,21 @@ template <class T> class Scan {
 
   static vec<T> smaller_than_zero(vec<T> x) { return x > 0 ? vec<T>{} : x; }
 
-  template <bool sloped> void weigh(Size place, vec<T> factor, mask<T> seen) {
+  template <bool with_slopes> void weigh(Size place, vec<T> factor, mask<T> seen) {
     const vec<T> x = load(weights + place);
     vec<T> weight = x, slope = all(T(1));
     if (s.series) {
       weight = series<T>(x, call.degree);
-      if (sloped) slope = series<T>(x, call.degree - 1);  // its derivative
+      if (with_slopes) slope = series<T>(x, call.degree - 1);  // its derivative
     }
     store(weights + place, seen ? weight * factor : vec<T>{});
-    if (sloped) store(slopes + place, seen ? slope * factor : vec<T>{});
+    if (with_slopes) store(slopes + place, seen ? slope * factor : vec<T>{});
   }
 
   // Adds to the reader what its pairs with `others` (source, e) tell: `mine` (e, reader).
   void descend_pairs(Matrix<T> others, Size count, const T* mine) {
     set_product<T>(count, c, rows, others, mine, c, weights, c);
-    for (Size i = 0; i < count * c; i += lanes<T>) store(weights + i, load(weights + i) * load(slopes + i));
+    for (Size i = 0; i < count * c; i += lanes<T>) store(weights + i, sloped<T>(load(weights + i), load(slopes + i)));
     add_product<T>(s.pair_width(), c, count, {source.pairs(), 1, source.pair_row()}, weights, c, reader.pair_gradient(), c);
   }
 

@@ -2,7 +2,7 @@
 // left behind that a fork could break, and none waits in a loop for work that torch's own threads could do.
 #include "workers.h"
 
-#include <system_error>
+#include <exception>
 #include <thread>
 #include <vector>
 
@@ -10,8 +10,9 @@ void subquad::in_threads(std::ptrdiff_t threads, void (*body)(void* context, std
   std::vector<std::thread> started;
   std::ptrdiff_t i = 1;
   try {
+    started.reserve(threads - 1);
     for (; i < threads; ++i) started.emplace_back(body, context, i);
-  } catch (const std::system_error&) {  // No more threads are to be had: this one does the rest.
+  } catch (const std::exception&) {  // No more threads, or memory for them, are to be had: this one does the rest.
     for (; i < threads; ++i) body(context, i);
   }
   body(context, 0);
