@@ -39,7 +39,7 @@ mutants: .venv/installed ## break the library on purpose and count the breaks th
 docs: .venv/installed ## write docs/theory.md from the claims of `subquad verify`
 	@$(BIN)/python tools/theory_page.py
 
-wheel: .venv/installed ## build dist/subquad-*.whl, with the kernels, for any Linux with this processor family
+wheel: .venv/installed ## build dist/subquad-*.whl, with the kernels, for Linux systems as new as this
 	@$(BIN)/python tools/wheel.py
 
 sanitize: .venv/installed ## run the tests of the kernels under AddressSanitizer and UndefinedBehaviorSanitizer
