@@ -51,6 +51,11 @@ def turned(recipe: Recipe, table: Tensor | None) -> Tensor | None:
     return F.pad(table.mT, (0, -table.shape[0] % 16)).contiguous() if projected and table is not None else None
 
 
+def _recorded() -> bool:
+    """By torch.jit.trace, or by a dispatch mode."""
+    return torch._C._get_tracing_state() is not None or torch._C._len_torch_dispatch_stack() > 0
+
+
 def fused(
     recipe: Recipe, roots: tuple[float, float], table: Tensor | None, features: int, normalized: bool, q: Tensor,
     k: Tensor, v: Tensor, keep: Tensor | None, before: tuple[Tensor, Tensor, Tensor | None] | None, is_causal: bool,
@@ -63,8 +68,7 @@ def fused(
         want_sums,
     )  # fmt: skip
     # Nearly always there is none; but who records the call, records it for other numbers too.
-    recorded = torch._C._get_tracing_state() is not None or torch._C._len_torch_dispatch_stack() > 0
-    if recorded or torch.compiler.is_compiling() or bool(poison.sum() != 0):
+    if torch.compiler.is_compiling() or _recorded() or bool(poison.sum() != 0):
         sick = poison[..., None]
         output = torch.where(sick == 0, output, output + sick)  # Not a bit of the others changes.
     return output.to(q.dtype), (values.mT, told, log_scale if log_scale.numel() else None) if want_sums else None
