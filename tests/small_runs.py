@@ -13,7 +13,8 @@ from subquad_lab import checkpoint, runs, snapshot
 from subquad_lab.experiments import graphs, images, speech
 from subquad_lab.experiments.language import Config
 from subquad_lab.records import METRICS, Run
-from subquad_lab.train import Trainer, Training
+from subquad_lab.settings import Training
+from subquad_lab.train import Trainer
 
 MODELS = {
     "rnn": dict(model="rnn", embedding=6, width=8, context=5, tied=False),
@@ -30,6 +31,11 @@ OTHERS: dict[str, tuple[str, dict]] = {
     "lstm decoder": ("speech", dict(decoder="lstm", method="random:8")),
     "attention decoder": ("speech", dict(decoder="attention", decoder_method="taylor:2")),
 }
+
+# Of `train speech`, over in a second or two.
+SPEECH_OPTIONS = [
+    "--clips", "60", "--batch", "10", "--width", "16", "--blocks", "1", "--lr", "0.01", "--warmup", "5"
+]  # fmt: skip
 
 
 def write_pictures(path: Path, classes: int = 3, **changes: np.ndarray | None) -> Path:

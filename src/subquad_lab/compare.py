@@ -16,7 +16,7 @@ from subquad_lab.experiments import experiment
 from subquad_lab.files import write_whole
 from subquad_lab.plots import compared
 from subquad_lab.series import Series, check_same_data, train
-from subquad_lab.train import Training
+from subquad_lab.settings import Training
 
 COLUMNS = ("variant", "parameters", "validation", "test", "steps", "training", "speed")
 

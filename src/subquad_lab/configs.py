@@ -15,7 +15,7 @@ from subquad_lab import UsageError
 from subquad_lab.experiments import experiment
 from subquad_lab.parsing import wrong_value
 from subquad_lab.records import CONFIG, Run
-from subquad_lab.train import Training
+from subquad_lab.settings import Training
 
 PRESETS = Path(__file__).parent / "presets"
 

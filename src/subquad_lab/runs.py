@@ -23,7 +23,8 @@ from subquad_lab.files import locked
 from subquad_lab.interruption import Interrupted
 from subquad_lab.plots import curves
 from subquad_lab.records import ABOUT, CURVES, RESULT, Run, all_runs, versions
-from subquad_lab.train import Task, Trainer, Training
+from subquad_lab.settings import Training
+from subquad_lab.train import Task, Trainer
 
 
 def processes() -> PartialState:

@@ -18,7 +18,7 @@ from subquad_lab.experiments import experiment
 from subquad_lab.interruption import Interrupted
 from subquad_lab.plots import compared
 from subquad_lab.records import ABOUT, CONFIG, CURVES, RESULT, Run
-from subquad_lab.train import Training
+from subquad_lab.settings import Training
 
 SUMMARY = "summary.json"
 

@@ -20,7 +20,7 @@ from subquad_lab.files import locked, write_whole
 from subquad_lab.plots import compared
 from subquad_lab.records import Run
 from subquad_lab.series import finished, train
-from subquad_lab.train import Training
+from subquad_lab.settings import Training
 
 if TYPE_CHECKING:
     from optuna import Study

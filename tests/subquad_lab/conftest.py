@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from small_runs import SPEECH_OPTIONS, write_digits
 from subquad_lab.cli import main
 
 
@@ -52,3 +53,18 @@ def trained(options, tmp_path, capfd) -> Path:
     assert main(["train", "language", *options]) == 0
     capfd.readouterr()
     return tmp_path / "runs" / "language-001"
+
+
+@pytest.fixture
+def digits(tmp_path, monkeypatch) -> str:
+    """A folder of spoken digits, which are tones."""
+    monkeypatch.setenv("SUBQUAD_CACHE", str(tmp_path / "cache"))
+    return str(write_digits(tmp_path / "digits"))
+
+
+@pytest.fixture
+def speech_run(digits, tmp_path, capfd) -> Path:
+    options = ["--data", digits, *SPEECH_OPTIONS, "--steps", "12", "--characters", "20"]
+    assert main(["train", "speech", *options, "--out", str(tmp_path / "runs")]) == 0
+    capfd.readouterr()
+    return tmp_path / "runs" / "speech-001"

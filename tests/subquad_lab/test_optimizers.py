@@ -10,7 +10,7 @@ from torch import nn
 from subquad_lab import UsageError
 from subquad_lab.cli import main
 from subquad_lab.optimizers import SGD, Adam, make_optimizer
-from subquad_lab.train import Training
+from subquad_lab.settings import Training
 
 RATE = 0.004
 NAMES = ["sgd", "sgdw", "average", "corrected", "adam", "adamw"]

@@ -4,42 +4,28 @@ import itertools
 import json
 import math
 import re
-import shutil
-import signal
-import subprocess
-import sys
-import time
 
 import numpy as np
 import pytest
-import soundfile
 import torch
 from torch.nn import functional as F
 
-from small_runs import heed_interrupts, tone, write_digits
-from subquad_lab import UsageError, runs
+from small_runs import SPEECH_OPTIONS
+from subquad_lab import UsageError
 from subquad_lab.cli import main
 from subquad_lab.configs import config_from, presets, read
-from subquad_lab.data.sound import read_sound
 from subquad_lab.data.speech import END, PAD, START, characters
-from subquad_lab.data.utterances import Usual, heard, usual
 from subquad_lab.experiments import speech
 from subquad_lab.experiments.speech import Config, make_model, measures, side_by_side, spelled
 from subquad_lab.models import parameters
 from subquad_lab.models.speech import Speech, sinusoids, spell
 from subquad_lab.records import RESULT, Run
+from subquad_lab.settings import Progress, rate
 from subquad_lab.similarity import damerau, error_rate
-from subquad_lab.train import Progress, rate
 
 METHODS = ["exact", "taylor:2", "random:16", "linear:elu", "separable"]
 DECODERS = ["lstm", "attention"]
 SMALL = dict(width=8, heads=2, blocks=1)
-
-
-@pytest.fixture
-def digits(tmp_path, monkeypatch) -> str:
-    monkeypatch.setenv("SUBQUAD_CACHE", str(tmp_path / "cache"))
-    return str(write_digits(tmp_path / "digits"))
 
 
 def network(seed: int = 0, **changes) -> Speech:
@@ -363,32 +349,22 @@ def test_a_batch_larger_than_the_data_is_refused(digits):
 
 # --- Commands -----------------------------------------------------------------------------------------------------
 
-OPTIONS = ["--clips", "60", "--batch", "10", "--width", "16", "--blocks", "1", "--lr", "0.01", "--warmup", "5"]
 
-
-@pytest.fixture
-def trained(digits, tmp_path, capsys):
-    options = ["--data", digits, *OPTIONS, "--steps", "12", "--characters", "20"]
-    assert main(["train", "speech", *options, "--out", str(tmp_path / "runs")]) == 0
-    capsys.readouterr()
-    return tmp_path / "runs" / "speech-001"
-
-
-def test_a_run_leaves_its_figures_and_pictures(trained, capsys):
+def test_a_run_leaves_its_figures_and_pictures(speech_run, capfd):
     for name in ("curves", "similarities", "losses", "looks"):
-        assert (trained / f"{name}.svg").read_bytes().startswith(b"<?xml")
-    result = json.loads((trained / RESULT).read_text())
+        assert (speech_run / f"{name}.svg").read_bytes().startswith(b"<?xml")
+    result = json.loads((speech_run / RESULT).read_text())
     assert 0 <= result["test"]["damerau"] <= 1
-    looks = json.loads((trained / "looks.json").read_text())["clips"]
+    looks = json.loads((speech_run / "looks.json").read_text())["clips"]
     assert len(looks) == 3
     assert all(sum(row) == pytest.approx(1, abs=1e-4) for clip in looks for row in clip["weights"])
-    about = Run.open(trained).about()["data"]
+    about = Run.open(speech_run).about()["data"]
     assert about["skipped"] == about["unknown_characters"] == 0
     assert about["cut_texts"] > 0  # at 20 characters
-    assert main(["evaluate", str(trained)]) == 0
-    assert f"damerau {result['test']['damerau']:.4g}" in capsys.readouterr().out
-    assert main(["report", str(trained), "--out", str(trained / "page.html")]) == 0
-    page = (trained / "page.html").read_text()
+    assert main(["evaluate", str(speech_run)]) == 0
+    assert f"damerau {result['test']['damerau']:.4g}" in capfd.readouterr().out
+    assert main(["report", str(speech_run), "--out", str(speech_run / "page.html")]) == 0
+    page = (speech_run / "page.html").read_text()
     assert "LSTM decoder" in page  # the published figures
     assert "data:image/png" in page  # the maps,
     assert "img-src data:" in page  # which a browser shows only if it may
@@ -397,10 +373,10 @@ def test_a_run_leaves_its_figures_and_pictures(trained, capsys):
 @pytest.mark.parametrize(
     "content", ['{"clips": [1]}', '{"clips": []}', '{"clips": [{"given": "a", "weights": [[1]]}]}']
 )
-def test_records_that_are_not_maps_are_said(trained, content, capsys):
-    (trained / "looks.json").write_text(content)
-    assert main(["report", str(trained), "--out", str(trained / "page.html")]) == 2
-    assert "looks.json: expected" in capsys.readouterr().err
+def test_records_that_are_not_maps_are_said(speech_run, content, capfd):
+    (speech_run / "looks.json").write_text(content)
+    assert main(["report", str(speech_run), "--out", str(speech_run / "page.html")]) == 2
+    assert "looks.json: expected" in capfd.readouterr().err
 
 
 def test_options_without_effect_are_said(digits):
@@ -408,12 +384,12 @@ def test_options_without_effect_are_said(digits):
         speech.build(Config(data=digits, clips=36, batch=4, decoder="lstm", decoder_method="taylor:2", **SMALL))
 
 
-def test_clips_that_are_left_out_are_counted_in_the_result(digits, tmp_path, capsys, recwarn):
+def test_clips_that_are_left_out_are_counted_in_the_result(digits, tmp_path, capfd, recwarn):
     for index in (0, 10):
         (tmp_path / "digits" / f"3_ann_{index}.wav").write_bytes(b"")
-    options = ["--data", digits, *OPTIONS, "--steps", "2", "--batch", "4"]
+    options = ["--data", digits, *SPEECH_OPTIONS, "--steps", "2", "--batch", "4"]
     assert main(["train", "speech", *options, "--out", str(tmp_path / "runs")]) == 0
-    said = capsys.readouterr()
+    said = capfd.readouterr()
     skipped = json.loads((tmp_path / "runs" / "speech-001" / "skipped.json").read_text())["clips"]
     assert len(skipped) > 0
     assert all("3_ann_" in line and "is empty" in line for line in skipped)
@@ -422,10 +398,10 @@ def test_clips_that_are_left_out_are_counted_in_the_result(digits, tmp_path, cap
     assert f"{len(skipped)} of 60 clips of spoken digits, by index are left out" in said.err
 
 
-def test_both_decoders_are_compared(digits, tmp_path, capsys):
-    options = ["--data", digits, *OPTIONS, "--steps", "3", "--out", str(tmp_path / "compared")]
+def test_both_decoders_are_compared(digits, tmp_path, capfd):
+    options = ["--data", digits, *SPEECH_OPTIONS, "--steps", "3", "--out", str(tmp_path / "compared")]
     assert main(["compare", "speech", *options]) == 0
-    out = capsys.readouterr().out
+    out = capfd.readouterr().out
     assert "speech: character error, lower is better\nvariant " in out
     for decoder in ("lstm", "attention"):
         assert re.search(rf"^{decoder}, test: word-error [\d.]+, jaccard [\d.]+, cosine", out, re.MULTILINE)
@@ -433,7 +409,7 @@ def test_both_decoders_are_compared(digits, tmp_path, capsys):
 
 
 def test_compare_refuses_the_decoder_that_it_would_ignore(digits, tmp_path, complaint):
-    options = ["--data", digits, *OPTIONS, "--steps", "3", "--out", str(tmp_path / "compared")]
+    options = ["--data", digits, *SPEECH_OPTIONS, "--steps", "3", "--out", str(tmp_path / "compared")]
     said = complaint(["compare", "speech", *options, "--decoder", "attention"])
     assert "--decoder: compare trains both decoders; expected none, found attention" in said
     assert not (tmp_path / "compared").exists()
@@ -447,254 +423,7 @@ def test_maps_of_long_texts_have_words_beside_them():
     assert list(speech.row_names("s" * 200).values()) == ["s" * 12, "end"]
 
 
-def test_maps_have_a_scale_and_names_for_their_axes(trained):
-    picture = speech.looks_picture(Run(trained)).decode()
+def test_maps_have_a_scale_and_names_for_their_axes(speech_run):
+    picture = speech.looks_picture(Run(speech_run)).decode()
     for label in ("what is spelled", "seconds", "weight, colours by its square root"):
         assert f"<!-- {label} -->" in picture
-
-
-def test_transcribing_files(trained, digits, tmp_path, capsys):
-    clip = np.concatenate([tone(300 + 150 * digit, 0.06, 8000) for digit in (1, 2, 3)])
-    soundfile.write(tmp_path / "clip.wav", clip, 8000)
-    soundfile.write(tmp_path / "long.flac", np.concatenate([clip, np.zeros(2000)] * 8), 8000)
-    assert main(["transcribe", str(trained), str(tmp_path / "clip.wav"), str(tmp_path / "long.flac")]) == 0
-    first, *others = capsys.readouterr().out.splitlines()
-    assert first.startswith(f"{tmp_path / 'clip.wav'}: ")
-    spans = [re.fullmatch(rf"{tmp_path / 'long.flac'} ([\d.]+)-([\d.]+) s: (.*)", line).groups() for line in others]
-    assert [float(begin) for begin, _, _ in spans] == pytest.approx([i * 0.43 for i in range(8)], abs=0.06)
-    assert [float(end) for _, end, _ in spans] == pytest.approx([i * 0.43 + 0.18 for i in range(8)], abs=0.06)
-    _, task = runs.trained(trained)
-    data = Run.open(trained).about()["data"]
-    assert data["usual"] == usual(task.clips.train)._asdict()
-    for beams in (1, 4):
-        capsys.readouterr()
-        assert main(["transcribe", str(trained), str(tmp_path / "clip.wav"), "--beams", str(beams)]) == 0
-        ((_, _, clip),) = heard(read_sound(tmp_path / "clip.wav"), Usual(**data["usual"]), data["longest"])
-        wanted = spelled(task.config, task.model, *side_by_side(task.config, [clip]), beams)[0]
-        assert capsys.readouterr().out == f"{tmp_path / 'clip.wav'}: {speech.text_of(wanted)}\n"
-    part = task.clips.test
-    text = speech.text_of(spelled(task.config, task.model, *side_by_side(task.config, [part[0]]))[0])
-    assert json.loads((trained / "looks.json").read_text())["clips"][0]["given"] == text
-
-
-def test_the_model_hears_neither_volume_nor_silence(trained, tmp_path, monkeypatch):
-    clip, seen = np.concatenate([tone(300 + 150 * digit, 0.06, 16_000) for digit in (4, 0, 9, 2)]), []
-    monkeypatch.setattr("subquad_lab.transcribing.spelled", lambda _, __, frames, *___: seen.append(frames) or [[]])
-    for name, sound in {"a": clip, "b": 0.01 * clip, "c": 1000 * clip, "d": np.pad(clip, (5_000, 20_000))}.items():
-        soundfile.write(tmp_path / f"{name}.wav", sound, 16_000, subtype="FLOAT")
-        assert main(["transcribe", str(trained), str(tmp_path / f"{name}.wav")]) == 0
-    first, *others = seen
-    assert all(frames.shape == first.shape and (frames - first).abs().max() < 2e-3 for frames in others)
-
-
-def test_a_text_that_the_limit_cuts_is_said(trained, tmp_path, capsys, monkeypatch):
-    soundfile.write(tmp_path / "clip.wav", tone(400, 0.3, 8000), 8000)
-    for length, is_said in ((20, True), (19, False)):
-        monkeypatch.setattr("subquad_lab.transcribing.spelled", lambda *_, n=length: [characters("s" * n)])
-        assert main(["transcribe", str(trained), str(tmp_path / "clip.wav")]) == 0
-        assert ("clip.wav: has no end after 20 characters, where the run's --characters cut it" in
-                capsys.readouterr().err) == is_said  # fmt: skip
-
-
-def test_an_early_run_asks_its_data_what_clips_usually_have(trained, tmp_path, capsys):
-    soundfile.write(tmp_path / "clip.wav", tone(400, 0.3, 8000), 8000)
-    command = ["transcribe", str(trained), str(tmp_path / "clip.wav")]
-    assert main(command) == 0
-    now, about = capsys.readouterr().out, json.loads((trained / "run.json").read_text())
-    usual = about["data"].pop("usual")
-    (trained / "run.json").write_text(json.dumps(about))
-    assert main(command) == 0
-    assert capsys.readouterr().out == now
-    for wrong in (7, {"loudness": 1.0}, usual | {"before": "2"}, usual | {"after": 10**12}):
-        (trained / "run.json").write_text(json.dumps(about | {"data": about["data"] | {"usual": wrong}}))
-        assert main(command) == 2
-        assert "run.json: expected numbers loudness, before, after, between" in capsys.readouterr().err
-
-
-def test_transcribing_needs_no_training_data(trained, digits, tmp_path, capsys):
-    soundfile.write(tmp_path / "clip.wav", tone(400, 0.3, 8000), 8000)
-    shutil.rmtree(digits)
-    shutil.rmtree(tmp_path / "cache")
-    assert main(["transcribe", str(trained), str(tmp_path / "clip.wav")]) == 0
-    assert capsys.readouterr().out
-
-
-def test_files_that_cannot_be_heard_are_named_and_the_others_are_heard(trained, tmp_path, capsys):
-    soundfile.write(tmp_path / "clip.wav", tone(400, 0.3, 8000), 8000)
-    soundfile.write(tmp_path / "silent.wav", np.zeros(8000), 8000)
-    soundfile.write(tmp_path / "loud.wav", 1e25 * tone(400, 0.3, 8000), 8000, subtype="FLOAT")
-    (tmp_path / "empty.wav").write_bytes(b"")
-    files = [str(tmp_path / f"{name}.wav") for name in ("silent", "empty", "none", "clip", "loud")]
-    assert main(["transcribe", str(trained), *files]) == 2
-    said = capsys.readouterr()
-    assert said.out.startswith(f"{files[3]}: ")
-    for file, why in zip(files, ("is silent", "is empty", "there is no"), strict=False):
-        assert f"{file}: {why}" in said.err
-    assert f"{files[4]}: " in said.out  # However loud, it is heard.
-    assert "FILES: 3 of 5 could not be heard" in said.err
-    for beams in ("0", "101"):
-        assert main(["transcribe", str(trained), files[3], "--beams", beams]) == 2
-        assert f"--beams: expected a whole number from 1 to 100, found {beams}" in capsys.readouterr().err
-
-
-def test_only_a_speech_model_hears(tmp_path, text, capsys):
-    assert main(["train", "language", "--data", str(text), "--steps", "1", "--batch", "2", "--context", "4",
-                 "--width", "8", "--embedding", "8", "--out", str(tmp_path / "runs")]) == 0  # fmt: skip
-    assert main(["transcribe", str(tmp_path / "runs" / "language-001"), "a.wav"]) == 2
-    assert "is not a run of a speech model" in capsys.readouterr().err
-
-
-# --- Synthesis ----------------------------------------------------------------------------------------------------
-
-
-def write_transcripts(folder, count: int = 8):
-    table = folder / "texts.csv"
-    table.write_text("".join(f"T-{i}|Number {i}.|number {i}\n" for i in range(count)))
-    return table
-
-
-def test_a_folder_is_synthesised_and_trains(tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("SUBQUAD_CACHE", str(tmp_path / "cache"))
-    table, out = write_transcripts(tmp_path), tmp_path / "spoken"
-    assert main(["synthesize", str(table), str(out), "--voices", "en-us,en-gb-x-rp"]) == 0
-    assert sorted(path.name for path in (out / "wavs").iterdir()) == [f"T-{i}.wav" for i in range(8)]
-    assert soundfile.info(out / "wavs" / "T-3.wav").duration > 0.4
-    options = ["--data", str(out), "--steps", "2", "--batch", "2", "--width", "8"]
-    assert main(["train", "speech", *options, "--out", str(tmp_path / "runs")]) == 0
-    assert Run.open(tmp_path / "runs" / "speech-001").about()["data"]["name"] == "spoken, synthetic"
-
-
-def test_synthesis_goes_on_where_it_was_and_comes_to_the_same(tmp_path, monkeypatch, capsys):
-    from subquad_lab.data.espeak import Speaker
-
-    table = write_transcripts(tmp_path)
-    assert main(["synthesize", str(table), str(tmp_path / "whole")]) == 0
-    say, said = Speaker.say, []
-
-    def stopped(self, text, **how):
-        if len(said) == 4:  # a word of the voice, and three clips
-            raise KeyboardInterrupt
-        said.append(text)
-        return say(self, text, **how)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Speaker, "say", stopped)
-        assert main(["synthesize", str(table), str(tmp_path / "parts")]) == 130
-    assert len(list((tmp_path / "parts" / "wavs").iterdir())) == 3
-    spoken = []
-    monkeypatch.setattr(Speaker, "say", lambda self, text, **how: spoken.append(text) or say(self, text, **how))
-    assert main(["synthesize", str(table), str(tmp_path / "parts")]) == 0
-    assert len(spoken) == 1 + 5
-    for path in (tmp_path / "whole").rglob("*"):
-        if path.is_file():
-            assert path.read_bytes() == (tmp_path / "parts" / path.relative_to(tmp_path / "whole")).read_bytes()
-
-
-def test_a_folder_may_grow_but_not_change(tmp_path, capsys):
-    table, out = write_transcripts(tmp_path), str(tmp_path / "spoken")
-    assert main(["synthesize", str(table), out, "--clips", "2"]) == 0
-    assert main(["synthesize", str(table), out, "--clips", "3"]) == 0
-    assert len(list((tmp_path / "spoken" / "wavs").iterdir())) == 3
-    capsys.readouterr()
-    assert main(["synthesize", str(table), out, "--voices", "en-gb-x-rp"]) == 2
-    assert "was made with other voices" in capsys.readouterr().err
-    assert main(["synthesize", str(table), out, "--clips", "2"]) == 2
-    said = capsys.readouterr().err
-    assert "holds 3 clips, of which 1 are not wanted now (such as T-2); expected at least as many --clips" in said
-    table.write_text(table.read_text().replace("number 1", "number one"))
-    assert main(["synthesize", str(table), out]) == 2
-    said = capsys.readouterr().err
-    assert "was made from other texts: T-1 says 'number 1', where 'number one' is wanted" in said
-    (tmp_path / "other" / "wavs").mkdir(parents=True)
-    (tmp_path / "other" / "wavs" / "mine.wav").write_text("mine")
-    assert main(["synthesize", str(table), str(tmp_path / "other")]) == 2
-    assert "holds other files" in capsys.readouterr().err
-    assert [path.name for path in (tmp_path / "other").rglob("*")] == ["wavs", "mine.wav"]
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_synthesis_with_what_is_made_and_says_how_to_go_on(tmp_path, number):
-    table, out = write_transcripts(tmp_path, 5000), tmp_path / "out"
-    command = [sys.executable, "-m", "subquad_lab", "synthesize", str(table), str(out)]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=heed_interrupts) as process:
-        deadline = time.monotonic() + 60
-        while len(list(out.glob("wavs/T*"))) < 3 and time.monotonic() < deadline:
-            time.sleep(0.05)
-        process.send_signal(number)
-        errors = process.stderr.read()
-    assert process.returncode == 128 + number
-    name = signal.Signals(number).name
-    assert f"stopped by {name}; what is done is saved, and goes on with: the same command once more" in errors
-    listed = [line.partition("|")[0] for line in (out / "metadata.csv").read_text().splitlines()]
-    assert 3 <= len(listed) < 5000
-    assert sorted(path.stem for path in (out / "wavs").iterdir()) == sorted(listed)
-
-
-def test_what_a_killed_process_has_begun_is_removed(tmp_path):
-    table, out = write_transcripts(tmp_path), tmp_path / "out"
-    assert main(["synthesize", str(table), str(out), "--clips", "2"]) == 0
-    for name in ("wavs/.T-2.wav.28614", ".metadata.csv.28614", ".synthesis.json.28614"):
-        (out / name).write_bytes(b"half")
-    (out / ".mine").write_text("mine")
-    assert main(["synthesize", str(table), str(out), "--clips", "3"]) == 0
-    assert {path.name for path in out.iterdir()} == {"metadata.csv", "synthesis.json", "wavs", ".mine"}
-    assert {path.name for path in (out / "wavs").iterdir()} == {"T-0.wav", "T-1.wav", "T-2.wav"}
-
-
-@pytest.mark.parametrize(
-    ("content", "options", "message"),
-    [
-        ("", [], "has no line that can be spoken: expected id|text|normalised text"),
-        ("no bars\n", [], "has no line that can be spoken: texts.csv, line 1: is not id|text|normalised text"),
-        ("../evil|b\n", [], "line 1: has the id '../evil'; expected 1 to 200 letters, digits, underscores, dots or"),
-        ("a 9|b\n", [], "line 1: has the id 'a 9'; expected 1 to 200 letters"),
-        (f"{'x' * 300}|b\n", [], f"has the id '{'x' * 40}... (300 characters)'; expected 1 to 200"),
-        ("a|b\n", ["--voices", "en-gb"], "no voice 'en-gb'; expected one of en, en-029, en-gb-scotland, en-gb-x-"),
-        ("a|b\n", ["--voices", "xx"], ", and 129 more, or a variant such as en-us+f4"),
-        ("a|b\n", ["--clips", "0"], "--clips: expected a whole number >= 1, found 0"),
-        ("a|b\n", ["--voices", "en-us,nobody"], "--voices: espeak-ng has no voice 'nobody'"),
-        ("a|b\n", ["--voices", "en-us,"], "--voices: espeak-ng has no voice ''"),
-    ],
-)
-def test_what_cannot_be_synthesised_is_said(tmp_path, capsys, content, options, message):
-    table = tmp_path / "texts.csv"
-    table.write_text(content)
-    assert main(["synthesize", str(table), str(tmp_path / "out"), *options]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert "Traceback" not in error
-    assert not (tmp_path / "out").exists()  # A second try may say it right.
-
-
-def test_lines_that_cannot_be_spoken_are_named_and_counted(tmp_path, capsys):
-    table = tmp_path / "texts.csv"
-    table.write_text("a|One.|one\n\nno bars\na|two|two\nb|...|...\nc||\nd|two|two\n")
-    assert main(["synthesize", str(table), str(tmp_path / "out"), "--voices", "en-us, en-gb-x-rp"]) == 0
-    said = capsys.readouterr()
-    assert "2 clips, 4 left out" in said.out
-    assert "texts.csv, line 3: is not id|text|normalised text" in said.err
-    assert "texts.csv, line 4: has the id a, which was there before" in said.err
-    assert "b: there is nothing to say in '...'" in said.err
-    assert "c: has no text" in said.err
-    assert {path.name for path in (tmp_path / "out" / "wavs").iterdir()} == {"a.wav", "d.wav"}
-    assert (tmp_path / "out" / "metadata.csv").read_text() == "a|One.|one\nd|two|two\n"
-    assert main(["synthesize", str(table), str(tmp_path / "out"), "--voices", "en-us, en-gb-x-rp"]) == 0  # once more
-    assert "2 clips, 4 left out" in capsys.readouterr().out
-
-
-def test_a_text_that_cannot_be_spoken_is_named_and_the_others_are(tmp_path, capsys, monkeypatch):
-    from subquad_lab.data.espeak import Speaker
-
-    say = Speaker.say
-
-    def fails(self, text, **how):
-        if text == "number 3":
-            raise ValueError("espeak-ng cannot say this")
-        return say(self, text, **how)
-
-    monkeypatch.setattr(Speaker, "say", fails)
-    assert main(["synthesize", str(write_transcripts(tmp_path)), str(tmp_path / "out")]) == 0
-    assert len(list((tmp_path / "out" / "wavs").iterdir())) == 7
-    said = capsys.readouterr()
-    assert "T-3: espeak-ng cannot say this" in said.err
-    assert "7 clips" in said.out

@@ -10,7 +10,7 @@ from small_runs import MODELS, tiny
 from subquad_lab import RunError, UsageError, checkpoint, runs
 from subquad_lab.experiments import language
 from subquad_lab.records import Run
-from subquad_lab.train import Progress, Training, rate
+from subquad_lab.settings import Progress, Training, rate
 
 
 def test_minutes_end_a_run(text, tmp_path):

@@ -5,7 +5,8 @@ from typing import Any, Protocol
 
 from subquad_lab import UsageError
 from subquad_lab.records import Run
-from subquad_lab.train import Task, Training
+from subquad_lab.settings import Training
+from subquad_lab.train import Task
 
 EXPERIMENTS = ("language", "images", "graphs", "speech")
 

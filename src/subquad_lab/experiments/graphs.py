@@ -24,8 +24,9 @@ from subquad_lab.models import parameters, refuse_too_large
 from subquad_lab.models.graphs import Attention, Convolution, GraphNet, Mixer, Normalisation, propagation
 from subquad_lab.plots import axes_of, svg
 from subquad_lab.records import Run
+from subquad_lab.settings import Training
 from subquad_lab.sizes import memory
-from subquad_lab.train import Carry, Rows, Training
+from subquad_lab.train import Carry, Rows
 
 MEASURE, HIGHER_IS_BETTER, UNIT = "accuracy", True, "nodes"
 NORMS, EMBEDDING = "norms", "embedding"

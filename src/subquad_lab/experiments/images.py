@@ -20,7 +20,8 @@ from subquad_lab.data.images import OCT, Pictures, load_images, published_test
 from subquad_lab.models import parameters, refuse_too_large
 from subquad_lab.models.images import ConvNet, Downsample, halved_twice
 from subquad_lab.records import Run
-from subquad_lab.train import Carry, Rows, Training
+from subquad_lab.settings import Training
+from subquad_lab.train import Carry, Rows
 
 MEASURE, HIGHER_IS_BETTER, UNIT = "accuracy", True, "images"
 PIECE = 1 << 20  # pixels that are evaluated at once

@@ -22,7 +22,8 @@ from subquad_lab.methods import parse_method, refuse_many_features
 from subquad_lab.models import parameters, refuse_too_large
 from subquad_lab.models.language import LSTM, SigmoidRNN, Transformer, generate
 from subquad_lab.records import Run
-from subquad_lab.train import Carry, Rows, Training
+from subquad_lab.settings import Training
+from subquad_lab.train import Carry, Rows
 
 MEASURE, HIGHER_IS_BETTER, UNIT = "perplexity", False, "words"
 PIECE = 4096  # words that are evaluated at once

@@ -27,8 +27,9 @@ from subquad_lab.models import parameters
 from subquad_lab.models.speech import AttentionDecoder, Encoder, LSTMDecoder, Speech, spell
 from subquad_lab.plots import axes_of, by_epoch, epochs_across, loss_label, svg
 from subquad_lab.records import Run
+from subquad_lab.settings import Training
 from subquad_lab.similarity import cosine, damerau, error_rate, jaccard
-from subquad_lab.train import Carry, Rows, Training
+from subquad_lab.train import Carry, Rows
 
 MEASURE, HIGHER_IS_BETTER, UNIT = "character_error", False, "clips"
 SIMILARITIES = {"jaccard": jaccard, "cosine": cosine, "damerau": damerau}
