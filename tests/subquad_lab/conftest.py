@@ -56,9 +56,13 @@ def trained(options, tmp_path, capfd) -> Path:
 
 
 @pytest.fixture
-def digits(tmp_path, monkeypatch) -> str:
-    """A folder of spoken digits, which are tones."""
+def own_cache(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("SUBQUAD_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def digits(tmp_path, own_cache) -> str:
+    """A folder of spoken digits, which are tones."""
     return str(write_digits(tmp_path / "digits"))
 
 

@@ -10,6 +10,8 @@ from subquad_lab.data import espeak
 from subquad_lab.data.espeak import Speaker
 from subquad_lab.data.speech import load_speech
 
+pytestmark = pytest.mark.usefixtures("own_cache")
+
 
 def test_espeak_says_the_same_for_the_same_text_whatever_it_said_before():
     with Speaker() as one, Speaker() as other:

@@ -20,9 +20,7 @@ from subquad_lab.data.speech import ALPHABET, DIGITS, UNKNOWN, characters, in_wo
 REAL = Path(os.environ.get("SUBQUAD_DATA", "no data"))
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("SUBQUAD_CACHE", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def write_table(folder: Path, lines: int = 20) -> Path:
