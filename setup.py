@@ -24,6 +24,7 @@ KERNELS = Extension(
         "-std=c++17",
         "-O3",
         "-g0",
+        "-fno-math-errno",  # so that roots are vectors too
         "-pthread",
         "-fvisibility=hidden",
         "-Wno-psabi",

@@ -13,6 +13,7 @@ from subquad._decoder import Decoder
 from subquad._error import error, needed_degree, needed_features
 from subquad._features import Exact, FeatureMap, Linear, RandomFeatures, Taylor
 from subquad._modules import MultiheadAttention
+from subquad._multipole import Multipole
 from subquad._plan import Plan, plan
 from subquad._replace import Replacements, replace_attention
 from subquad._sample import logit_range, measure_error
@@ -31,6 +32,7 @@ __all__ = [
     "Plan",
     "Replacements",
     "Separable",
+    "Multipole",
     "State",
     "Taylor",
     "attention",

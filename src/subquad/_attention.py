@@ -7,6 +7,7 @@
     RandomFeatures   w ~ exp(x), from r projections
     Linear           w = x, or products of elu + 1, or of relu
     Separable        w = softmax of q over the width, times softmax of k over the length
+    Multipole        w = exp(x) for near and important keys, the moments of blocks for all others
     Auto             the cheapest that keeps a promised error
 
 Axes: (..., heads, length, width). Inside: b batch and key heads, g query heads per key head, n queries, m keys,
@@ -31,6 +32,8 @@ from subquad._kernel import FeatureKernel, Kernel, Sums, widen
 from subquad._layout import Layout, check_shapes, check_state, check_tensors
 from subquad._masks import is_per_query_head, key_mask, refuse_unfactored, segment_runs
 from subquad._methods import Approximation, Method, kernel_of, recipe_of, resolve, shifted
+from subquad._multipole import Multipole
+from subquad._multipole_keys import multipole_attention
 from subquad._separable import Separable
 from subquad._state import State
 from subquad.native._fused import serves
@@ -81,7 +84,7 @@ def attention(
     scale: of the logits, default 1/sqrt(d). Maps that are not functions of the logit see q and k times its root.
     enable_gqa: several query heads share a key head, as in torch.
     method: a method, an object with the `FeatureMap` protocol, or "exact", "taylor", "random", "linear", "separable",
-        "auto".
+        "multipole", "auto".
     key_padding_mask: (..., m), True = attend; also (..., key heads, m).
     segment_ids: (..., n), integers, with n = m: tokens see their own segment only, a run of equal ids.
     state: what an earlier call returned; its keys come before these. return_state: also return the new state.
@@ -119,7 +122,7 @@ def normalizer(
     0
     """
     method = resolve(method)
-    if isinstance(method, Exact | Separable | Auto):
+    if isinstance(method, Exact | Separable | Multipole | Auto):
         raise ValueError(f"method: expected a feature map, whose weights are divided by their sum, got {method}")
     query, key = widen(query), widen(key)
     ones = key.new_ones(*key.shape[:-1], 1)
@@ -177,7 +180,7 @@ def attend(
     )
     if attn_mask is not None and not for_keys and (state is not None or not isinstance(method, Exact)):
         refuse_unfactored(attn_mask, isinstance(method, Exact))
-    if not isinstance(method, Exact):
+    if not isinstance(method, Exact | Multipole):
         key = shifted(method, key, layout.key_heads)
     if is_per_query_head(attn_mask, layout) and (state is not None or not isinstance(method, Exact)):
         if stateful:
@@ -208,6 +211,14 @@ def attend(
     off: AbstractContextManager[None] = torch.autocast(device, enabled=False) if autocast else nullcontext()
     with off:
         q, k, v = layout.fold_query(query), layout.fold_key(key), layout.fold_key(value)
+        scale = 1 / sqrt(layout.width or 1) if scale is None else scale
+        if isinstance(method, Multipole):
+            output, resumable = multipole_attention(
+                method, layout, q, k, v, keep=keep, runs=runs, last_segment=last_segment, state=state,
+                is_causal=is_causal, scale=scale, return_state=return_state, twin=form in ("dense", "chunked"),
+            )  # fmt: skip
+            output = layout.unfold_query(output).to(dtype)
+            return output[0] if headless else output, resumable
         resumed = state is not None and state.sums is not None
         own = not isinstance(method, Taylor | RandomFeatures | Linear | Separable)  # A user's map may hold parameters.
         learned = torch.is_grad_enabled() and (own or any(
@@ -216,7 +227,6 @@ def attend(
         fusable = serves(recipe_of(method), q, k, v, runs) and not (stateful and learned)
         fusable = fusable and (not is_causal or layout.queries == layout.keys) and method.size(layout.width) > 0
         form, sizes = choose_form(method, layout, is_causal, stateful, resumed, form, chunk, fusable)
-        scale = 1 / sqrt(layout.width or 1) if scale is None else scale
         kernel, q, k = kernel_of(method, q, k, scale, pairs_alone=form == "dense")
         if not normalized and isinstance(kernel, FeatureKernel):
             kernel = replace(kernel, normalized=False)

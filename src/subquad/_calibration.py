@@ -16,9 +16,11 @@ import torch
 from subquad._attention import attend
 from subquad._features import Exact, Linear, RandomFeatures, Taylor
 from subquad._methods import Approximation, Named, recipe_of
+from subquad._multipole import Multipole
 from subquad._separable import Separable
 from subquad._times import EXACT_LENGTHS, EXACT_WIDTHS, Calibration, Shape, name_of, work
 from subquad.native._fused import knows
+from subquad.native._library import AVAILABLE
 
 TURNS = 3
 ENOUGH = 26.0  # seconds, after which the later turns are not ended
@@ -40,6 +42,10 @@ def grid() -> Iterator[tuple[Named, str, Shape]]:
             for d in EXACT_WIDTHS:
                 for n in EXACT_LENGTHS:
                     yield Exact(), "exact", _sized(shape, n, d, 8 if n < 2048 else 4096 // n)
+            if AVAILABLE and not training:
+                for d in (32, 64):
+                    for n in (256, 1024, 4096):
+                        yield Multipole(), "multipole", _sized(shape, n, d, 8 if n < 2048 else 2)
             for d, method in methods:
                 # Long calls of many heads fit into no cache; where there are few features, memory takes the time.
                 r = method.size(d)

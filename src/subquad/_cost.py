@@ -19,6 +19,8 @@ from subquad._features import Exact
 from subquad._layout import Layout
 from subquad._memory import peak_bytes
 from subquad._methods import Method, resolve
+from subquad._multipole import Multipole
+from subquad._multipole_cost import met, moments_elements, moments_flops
 from subquad._work import FormCall, elements, seen_pairs, traits_of
 
 FORMS = ("exact", "dense", "linear", "chunked", "step")
@@ -35,7 +37,7 @@ class Cost:
         this where it was measured, at worst 4.5 times (benchmarks/cost.py).
     state_bytes: of the `State` after the call, if one is asked for.
     parameters: that can be learned: none, or those of a user's map.
-    form: "exact", "dense", "linear", "chunked" or "step".
+    form: "exact", "dense", "linear", "chunked", "multipole" or "step".
     order: how time and memory grow.
     """
 
@@ -83,7 +85,7 @@ def cost(
         raise ValueError(f"dtype: expected a floating point dtype, got {dtype}")
     if isinstance(method, Auto):
         raise ValueError("method: Auto decides by the numbers of each call; expected one that it may take, got Auto")
-    allowed = ("exact", "step") if isinstance(method, Exact) else FORMS[1:]
+    allowed = {Exact: ("exact", "step"), Multipole: ("multipole", "step")}.get(type(method), FORMS[1:])
     if form is not None and form not in allowed:
         raise ValueError(f"form: {method} has {', '.join(map(repr, allowed))}, got {form!r}")
     if form == "linear" and is_causal:
@@ -94,6 +96,8 @@ def cost(
     layout = Layout((batch,), key_heads, heads // key_heads, query_length, m, head_dim, e, torch.device("cpu"))
     if isinstance(method, Exact):
         return _exact(layout, is_causal, training, form == "step", dtype)
+    if isinstance(method, Multipole):
+        return _multipole(method, layout, is_causal, training, form == "step", dtype)
     if form == "step":
         layout = replace(layout, keys=1)
         sizes = Sizes(1, 1, 1, 1, layout.rows)
@@ -220,6 +224,28 @@ def _exact(layout: Layout, is_causal: bool, training: bool, step: bool, dtype: t
                 _order("exact", layout))  # fmt: skip
 
 
+def _multipole(
+    method: Multipole, layout: Layout, is_causal: bool, training: bool, step: bool, dtype: torch.dtype
+) -> Cost:
+    d, e, b, heads = layout.width, layout.value_width, layout.rows, layout.rows * layout.group
+    number, wide = dtype.itemsize, torch.promote_types(dtype, torch.float32).itemsize
+    if step:  # The last query sees all keys; the moments of those before it are there.
+        pairs = met(method, layout, False) if not is_causal else met(method, layout, True) - met(
+            method, replace(layout, queries=layout.keys - 1, keys=layout.keys - 1), True)  # fmt: skip
+        moments = 0
+    else:
+        pairs, moments = met(method, layout, is_causal), b * moments_flops(method, layout)
+    flops = heads * 2 * pairs * (d + e) + moments
+    inputs, outputs = elements(layout)
+    kept = b * (layout.keys * (d + e) + moments_elements(method, layout))
+    made = b * layout.keys * d + b * moments_elements(method, layout)  # the keys turned into columns, and the moments
+    moved = number * (inputs + outputs) + wide * (heads * pairs * (d + e) if step else 2 * made)
+    peak = number * outputs + wide * (outputs + (0 if step else made))
+    if training:
+        flops, moved, peak = 4 * flops, 4 * moved, peak + number * inputs + 2 * wide * kept
+    return Cost(flops, moved, peak, wide * kept, 0, "step" if step else "multipole", _order("multipole", layout))
+
+
 def _parameters(method: object) -> int:
     return sum(p.numel() for p in method.parameters() if p.requires_grad) if isinstance(method, nn.Module) else 0
 
@@ -233,6 +259,7 @@ def _order(form: str, layout: Layout, r: int = 0, sizes: Sizes | None = None, tr
         "linear": ("(n + m) r e", f"n e + m r e / {wave}" if training else "n e + r e"),  # sums that are kept
         "chunked": ("n r e", f"n e + n r e / {unit}"),
         "step": ("r e", "r e"),
+        "multipole": ("n m^(1/2) (d + e)", "n e + m (d + e)"),
     }[form]
     letters = f"n queries, m keys, d = {d} width, e = {e} value width" + (f", r = {r} features" if r else "")
     return f"time O({time}), memory O({memory}): {letters}"

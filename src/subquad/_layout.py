@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from subquad._state import State
+from subquad.native._library import WHOLE
 
 
 @dataclass(frozen=True)
@@ -131,5 +132,8 @@ def check_state(state: State | None, method: object, layout: Layout, segments: b
         found = (*state.keys.shape[:-2], state.keys.shape[-1], state.values.shape[-1])
         expected = (*lead, layout.width, layout.value_width)
         found_dtype, wide = state.keys.dtype, dtype
+        if state.filled is not None:  # Multipole's are wide, and its values have rows of whole vectors.
+            expected = (*lead, layout.width, layout.value_width + -layout.value_width % WHOLE)
+            wide = torch.promote_types(dtype, torch.float32)
     if found != expected or found_dtype != wide:
         raise ValueError(f"state: expected {expected} in {wide} for these inputs, got {found} in {found_dtype}")

@@ -10,23 +10,24 @@ from torch import Tensor, nn
 from subquad._auto import Auto
 from subquad._features import Exact, FeatureMap, Linear, RandomFeatures, Taylor
 from subquad._kernel import FeatureKernel, Kernel, widen
+from subquad._multipole import Multipole
 from subquad._separable import Separable, SeparableKernel
 from subquad.native import _fused as native
 from subquad.native._fused import Recipe
 
-Approximation: TypeAlias = Taylor | RandomFeatures | Linear | Separable | FeatureMap
-Named: TypeAlias = Exact | Approximation
+Approximation: TypeAlias = Taylor | RandomFeatures | Linear | Separable | FeatureMap  # by sums of features
+Named: TypeAlias = Exact | Approximation | Multipole
 Method: TypeAlias = Named | Auto
 
 METHODS: dict[str, Method] = {
     "exact": Exact(), "taylor": Taylor(), "random": RandomFeatures(), "linear": Linear(), "separable": Separable(),
-    "auto": Auto(),
+    "multipole": Multipole(), "auto": Auto(),
 }  # fmt: skip
 
 
 def resolve(method: Method | str) -> Method:
     """A method by its name, or itself."""
-    if isinstance(method, Exact | Taylor | RandomFeatures | Linear | Separable | Auto):
+    if isinstance(method, Exact | Taylor | RandomFeatures | Linear | Separable | Multipole | Auto):
         return method
     if isinstance(method, str):
         if method not in METHODS:

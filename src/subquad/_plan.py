@@ -20,9 +20,11 @@ from subquad._error import Error, LogitRange, as_range, check_max_error, error, 
 from subquad._features import Exact, Linear, RandomFeatures, Taylor
 from subquad._memory import fused_bytes
 from subquad._methods import Approximation, Named
+from subquad._multipole import Multipole
 from subquad._sample import MARGIN, Call, exact_rows, method_rows, pick_rows, relative
 from subquad._separable import Separable
 from subquad._times import Calibration, Shape, form_of
+from subquad.native._library import AVAILABLE
 
 MOST_FEATURES = 1 << 14  # of a candidate
 HOPELESS = 1 << 26  # features, more than any sequence has tokens: then it does not matter how the logits are spread
@@ -176,7 +178,9 @@ def plan(
         errors = _predicted(logit_range, head_dim, max_error)
     else:
         measure = _measure(call)
-        errors = _measured(call, head_dim, measure)
+        # Without the kernels, and in the backward, it is slower than exact attention.
+        quick = AVAILABLE and device.type == "cpu" and not training
+        errors = _measured(call, head_dim, measure, (Multipole(),) if quick else ())
     while True:
         found = (c for method, e in errors.items() for c in _candidates(method, e, shape, machine, dtype, max_error))
         candidates = sorted(found, key=lambda c: c.seconds)
@@ -218,9 +222,9 @@ def _candidates(
 ) -> Iterator[Candidate]:
     """The method in each of its forms."""
     acceptable = found.is_within(max_error / (MARGIN if found.known_by == "sample" else 1.0))
-    if isinstance(method, Exact):
-        peak = cost(method, **vars(shape), dtype=dtype).peak_bytes
-        yield Candidate(method, "exact", machine.seconds(method, shape), peak, found, True, acceptable)
+    if isinstance(method, Exact | Multipole):
+        made = cost(method, **vars(shape), dtype=dtype)
+        yield Candidate(method, made.form, machine.seconds(method, shape), made.peak_bytes, found, True, acceptable)
         return
     chosen = form_of(method, shape)
     if chosen == "fused":
@@ -268,7 +272,7 @@ def _counts(logit_range: LogitRange | None, max_error: float, kind: str) -> list
     return sorted(counts)
 
 
-def _measure(call: Call) -> Callable[[Approximation], Error]:
+def _measure(call: Call) -> Callable[[Approximation | Multipole], Error]:
     """A function that tells the error of a method on the sample."""
     with torch.no_grad():
         heads = call.layout.rows * call.layout.group
@@ -277,14 +281,16 @@ def _measure(call: Call) -> Callable[[Approximation], Error]:
     norm = picked.total(exact.square().sum(-1))[0]
 
     @torch.no_grad()
-    def measured(method: Approximation) -> Error:
+    def measured(method: Approximation | Multipole) -> Error:
         difference = picked.total((method_rows(method, call, picked) - exact).square().sum(-1))[0]
         return Error(relative(difference, norm), "sample")
 
     return measured
 
 
-def _measured(call: Call, width: int, measure: Callable[[Approximation], Error]) -> dict[Named, Error]:
+def _measured(
+    call: Call, width: int, measure: Callable[[Approximation | Multipole], Error], offered: tuple[Multipole, ...]
+) -> dict[Named, Error]:
     """Candidates and their errors on a sample, with the keys as they are and with their mean taken from them."""
     keys = call.layout.fold_key(call.key).unflatten(0, (-1, call.layout.key_heads))
     centre = keys.double().mean((0, 2))  # (key heads, d)
@@ -300,7 +306,7 @@ def _measured(call: Call, width: int, measure: Callable[[Approximation], Error])
             for count in COUNTS:
                 inferred = Error((own.relative or 0.0) * sqrt(REFERENCE / count), "prediction")
                 found[replace(reference, num_features=count)] = own if count == REFERENCE else inferred
-    for plain in (Linear("elu"), Separable()):
+    for plain in (Linear("elu"), Separable(), *offered):
         found[plain] = measure(plain)
     return found
 

@@ -26,6 +26,8 @@ from subquad._kernel import ready_keys, ready_queries, widen
 from subquad._layout import Layout, check_shapes, check_tensors
 from subquad._masks import View, key_mask, refuse_unfactored, segment_runs
 from subquad._methods import Approximation, Method, kernel_of, resolve, shifted
+from subquad._multipole import Multipole
+from subquad._multipole_keys import multipole_attention
 from subquad._separable import Separable
 
 PAIRS = 1 << 22  # weights that are made at once
@@ -196,9 +198,16 @@ def exact_rows(call: Call, picked: Picked) -> Tensor:
     return output
 
 
-def method_rows(method: Approximation, call: Call, picked: Picked) -> Tensor:
+def method_rows(method: Approximation | Multipole, call: Call, picked: Picked) -> Tensor:
     """(b, g, p, e), float64: the picked rows of an approximation, pair by pair, as its dense form has them."""
     b, g, p = picked.places.shape
+    if isinstance(method, Multipole):  # A row of it costs little, and its moments as much as those of all rows.
+        layout = call.layout
+        q, k, v = layout.fold_query(call.query), layout.fold_key(call.key), layout.fold_key(call.value)
+        rows, _ = multipole_attention(method, layout, q, k, v, keep=call.keep, runs=call.runs, last_segment=None,
+                                      state=None, is_causal=call.is_causal, scale=call.scale, return_state=False,
+                                      twin=False)  # fmt: skip
+        return rows.gather(2, picked.places[..., None].expand(-1, -1, -1, rows.shape[-1])).double()
     key = shifted(method, call.key, call.layout.key_heads)
     k, v = call.layout.fold_key(key), call.layout.fold_key(call.value)
     output = torch.empty(b, g, p, v.shape[-1], dtype=torch.float64, device=v.device)

@@ -2,17 +2,25 @@
 
     linear methods   sums = sum_j phi(k_j) [v_j, 1], with the normaliser in the last column: a fixed size
     Exact            the keys and values themselves: grows with the length
+    Multipole        the same, without those that were hidden, and the moments of their blocks
 
 A sequence cut anywhere, and resumed from its state, gives what the whole gives.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+
+
+@dataclass
+class Claim:
+    """On the room that a state's tensors have: the state with this length wrote last, and alone may go on there."""
+
+    length: int
 
 
 @dataclass(frozen=True)
@@ -26,6 +34,7 @@ class State:
     log_scale: what the sums must be multiplied by exp() of: (..., heads, 1), or (..., heads, r) for `Separable`.
     segment: (..., heads), the segment of the last key, where segments are used.
     keys, values, keep: of `Exact`; keep marks the keys that padding does not hide. (..., heads, length, width)
+    filled, moments, claim: of `Multipole`, whose keys and values have room for more than are there.
 
     >>> from subquad import attention
     >>> q = k = v = torch.ones(2, 1, 5, 4)
@@ -47,6 +56,9 @@ class State:
     keys: Tensor | None = None
     values: Tensor | None = None
     keep: Tensor | None = None
+    filled: Tensor | None = None
+    moments: tuple[Tensor, ...] = ()
+    claim: Claim | None = field(default=None, compare=False)
 
     def to(self, device: torch.device | str) -> "State":
         """The same state on another device."""
@@ -70,19 +82,28 @@ class State:
 
     def _tensors(self) -> dict[str, Tensor]:
         named = {name: getattr(self, name) for name in _TENSORS}
+        named |= {f"moments.{i}": tensor for i, tensor in enumerate(self.moments)}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> "State":
-        changed: dict[str, Any] = {name: function(tensor) for name, tensor in self._tensors().items()}
-        return replace(self, **changed)
+        changed = {name: function(tensor) for name, tensor in self._tensors().items()}
+        return _made(self.method, self.length, changed)
 
 
-_TENSORS = tuple(f.name for f in fields(State) if f.name not in ("method", "length"))
+_TENSORS = ("sums", "poison", "log_scale", "segment", "keys", "values", "keep", "filled")
+
+
+def _made(method: object, length: int, tensors: dict[str, Tensor]) -> State:
+    """From tensors by name; it has no claim on their room, which others may share."""
+    moments = tuple(tensor for name, tensor in tensors.items() if name.startswith("moments."))
+    named: dict[str, Any] = {name: tensor for name, tensor in tensors.items() if name in _TENSORS}
+    return State(method, length, **named, moments=moments)
+
 
 # Known to torch as a container of tensors, so that functions under torch.func can take and return it.
 pytree.register_pytree_node(
     State,
     lambda state: (list(state._tensors().values()), (state.method, state.length, *state._tensors())),
-    lambda tensors, context: State(*context[:2], **dict(zip(context[2:], tensors, strict=True))),
+    lambda tensors, context: _made(context[0], context[1], dict(zip(context[2:], tensors, strict=True))),
     serialized_type_name="subquad.State",
 )

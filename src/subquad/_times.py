@@ -17,6 +17,8 @@ from subquad._attention import Form, choose_form
 from subquad._features import Exact, RandomFeatures, Taylor
 from subquad._layout import Layout
 from subquad._methods import Approximation, Named, recipe_of
+from subquad._multipole import Multipole
+from subquad._multipole_cost import met, moments_flops
 from subquad._separable import Separable
 from subquad._work import seen_pairs
 from subquad.native._fused import knows
@@ -61,7 +63,7 @@ def form_of(method: Approximation, shape: Shape) -> Form:
 
 def family(method: Named) -> str:
     """Methods whose calls do the same kind of work."""
-    names = {Exact: "exact", Taylor: "taylor", RandomFeatures: "random", Separable: "separable"}
+    names = {Exact: "exact", Taylor: "taylor", RandomFeatures: "random", Separable: "separable", Multipole: "multipole"}
     return names.get(type(method), "linear")
 
 
@@ -76,6 +78,15 @@ def work(method: Named, form: str, shape: Shape) -> list[float]:
         # Beyond the table a pair costs what its products do; and a call costs at least what its smallest one did.
         units = max(pairs * max(1.0, width / EXACT_WIDTHS[-1]), EXACT_LENGTHS[0] ** 2)
         return [units * a * b for a in _between(EXACT_LENGTHS, length) for b in _between(EXACT_WIDTHS, width)]
+    if isinstance(method, Multipole):
+        reads = shape.batch * shape.heads * met(method, shape.layout, shape.is_causal) * (d + e)
+        return [
+            1.0,
+            reads,
+            queries,
+            shape.batch * shape.key_heads * moments_flops(method, shape.layout),
+            tokens * (d + e),
+        ]
     r = method.size(d)
     powers = method.degree if isinstance(method, Taylor) else 1
     pair = d if isinstance(method, Taylor) and method.basis == "symmetric" else r
@@ -130,8 +141,8 @@ class Calibration:
 
     def seconds(self, method: Named, shape: Shape, form: str | None = None) -> float:
         """Of one call; in the form that `attention` takes by itself, or in the given one."""
-        if isinstance(method, Exact):
-            form = "exact"
+        if isinstance(method, Exact | Multipole):
+            form = family(method)
         else:
             form = form_of(method, shape) if form is None else form
         parts = work(method, form, shape)

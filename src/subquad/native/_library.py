@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+WHOLE = 16  # numbers in a row of whole vectors, whatever the instruction set
 TYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 
 
@@ -61,6 +62,7 @@ class Library(NamedTuple):
     forward: Callable[[Any], int]
     backward: Callable[[Any], int]
     step: Callable[[Any], int]
+    multipole: Callable[[Any], int]
     instructions: str
 
 
@@ -90,8 +92,9 @@ def opened(file: Path) -> Library:
     functions = [library.subquad_forward, library.subquad_backward, library.subquad_step]
     for function in functions:
         function.argtypes, function.restype = [POINTER(Call)], c_int
+    library.subquad_multipole.argtypes, library.subquad_multipole.restype = [c_void_p], c_int
     forward, backward, step = functions
-    return Library(forward, backward, step, library.subquad_instructions().decode())
+    return Library(forward, backward, step, library.subquad_multipole, library.subquad_instructions().decode())
 
 
 FOUND = find()  # At the import, so that torch.compile meets a constant.

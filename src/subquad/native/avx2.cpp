@@ -8,4 +8,5 @@
 #include "kernels.h"
 
 int run_avx2(const SubquadCall& call, int kind) { return subquad::avx2::run(call, kind); }
+int multipole_avx2(const SubquadMultipole& call) { return subquad::avx2::run(call); }
 #endif

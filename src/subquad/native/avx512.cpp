@@ -8,4 +8,5 @@
 #include "kernels.h"
 
 int run_avx512(const SubquadCall& call, int kind) { return subquad::avx512::run(call, kind); }
+int multipole_avx512(const SubquadMultipole& call) { return subquad::avx512::run(call); }
 #endif

@@ -38,6 +38,22 @@ struct SubquadCall {
   void *q_grad, *k_grad, *v_grad;  // (b, g, n, d), (b, m, d), (b, m, e), wide
 };
 
+// Moments of units of keys: blocks, or groups of `size` blocks; all wide. `stride` units have room, `count` are there.
+struct SubquadLevel {
+  int64_t size, rank, count, stride;
+  const void *keys, *spread, *values;  // (b, 1 + rank, d, stride), (b, rank (rank + 1) / 2, stride), (b, 1 + rank, stride, e)
+};
+
+// Of multipole.h. Values, there and here, have rows of whole vectors of 64 bytes.
+struct SubquadMultipole {
+  int64_t wide, threads, batch, group, queries, keys, width, values;
+  int64_t block, sinks, top, opened, grouped_from, least_group, groups_count, k_batch, v_batch;
+  const void *q, *k, *v;      // (b, g, n, d), scaled; (b, m, d) and (b, m, e), heads k_batch and v_batch apart; wide, finite
+  const int64_t *sees, *far;  // (b, n): the keys that a query sees, and the blocks among them that count as far
+  SubquadLevel blocks, groups[4];
+  void* output;  // (b, g, n, e), wide
+};
+
 #define SUBQUAD_PUBLIC __attribute__((visibility("default")))
 
 // 0, or 1 where memory ran out.
@@ -45,6 +61,9 @@ SUBQUAD_PUBLIC int subquad_forward(const SubquadCall* call);
 SUBQUAD_PUBLIC int subquad_backward(const SubquadCall* call);
 SUBQUAD_PUBLIC int subquad_step(const SubquadCall* call);  // one token; `after` may be `before`; 2 where it is poisoned
 
+SUBQUAD_PUBLIC int subquad_multipole(const SubquadMultipole* call);
+
 SUBQUAD_PUBLIC const char* subquad_instructions(void);  // the set that was chosen
 SUBQUAD_PUBLIC int64_t subquad_call_size(void);         // so that a mirror of the call can be checked
+SUBQUAD_PUBLIC int64_t subquad_multipole_size(void);
 }

@@ -3,37 +3,15 @@
 // Which thread does what depends on the sizes alone: equal calls, equal bits.
 #pragma once
 
-#include <atomic>
 #include <memory>
 
+#include "multipole.h"
 #include "pairs.h"
 #include "scan.h"
+#include "shared.h"
 #include "step.h"
-#include "workers.h"
 
 namespace subquad::SUBQUAD_ISA {
-
-constexpr double WORTH_A_THREAD = 2e6;  // multiply-adds
-
-// body(i) for i < threads; false where memory ran out.
-template <class Body> bool shared_out(Size threads, Body body) {
-  struct Context {
-    Body& body;
-    std::atomic<bool> failed;
-  } context{body, {false}};
-  in_threads(
-      threads,
-      [](void* of, Size i) {
-        Context& context = *static_cast<Context*>(of);
-        try {
-          context.body(i);
-        } catch (const std::bad_alloc&) {
-          context.failed = true;
-        }
-      },
-      &context);
-  return !context.failed;
-}
 
 // Multiply-adds of a call by sums of features, or by pairs; `products`: how many of either kind a pass makes.
 inline double work_by_sums(const SubquadCall& call, double products) {
@@ -152,6 +130,14 @@ inline int run(const SubquadCall& call, int kind) {
     if (kind == 2) return call.wide ? step<double>(call) : step<float>(call);
     if (kind == 1) return (call.wide ? backward<double>(call) : backward<float>(call)) ? 0 : 1;
     return (call.wide ? forward<double>(call) : forward<float>(call)) ? 0 : 1;
+  } catch (const std::bad_alloc&) {
+    return 1;
+  }
+}
+
+inline int run(const SubquadMultipole& call) {
+  try {
+    return (call.wide ? multipole<double>(call) : multipole<float>(call)) ? 0 : 1;
   } catch (const std::bad_alloc&) {
     return 1;
   }

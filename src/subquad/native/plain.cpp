@@ -9,3 +9,4 @@
 #include "kernels.h"
 
 int run_plain(const SubquadCall& call, int kind) { return subquad::plain::run(call, kind); }
+int multipole_plain(const SubquadMultipole& call) { return subquad::plain::run(call); }

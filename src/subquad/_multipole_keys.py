@@ -1,0 +1,191 @@
+"""The keys of Multipole, in the order in which they come, hidden ones left out; and their moments, kept as they grow.
+
+Padding moves no border of a block, because a hidden key has no place among the others. What a state remembers has room
+for more, into which the next call writes: a step costs what it reads, not a copy of all that came before. Two calls
+that go on from the same state must not share that room; the one that comes second makes a copy.
+
+Axes as in _multipole.py.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from subquad._kernel import _cleaned, _poison, widen
+from subquad._layout import Layout
+from subquad._multipole import Multipole, Units, far_blocks, grown, meet, sizes_of
+from subquad._state import Claim, State
+from subquad.native._library import WHOLE
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What is kept of the keys so far, with room for more: of each head the first `filled` (b,) are there."""
+
+    length: int  # the keys that have come, hidden ones too
+    keys: Tensor  # (b, room, d), wide and finite
+    values: Tensor  # (b, room, e), e made up to whole vectors
+    filled: Tensor  # (b,)
+    poison: Tensor  # (b,): 0, or NaN once a key or value was not finite
+    levels: tuple[Units, ...] = ()
+    claim: Claim | None = None  # who may write into the room
+
+
+def multipole_attention(
+    method: Multipole, layout: Layout, q: Tensor, k: Tensor, v: Tensor, *, keep: Tensor | None, runs: Tensor | None,
+    last_segment: Tensor | None, state: State | None, is_causal: bool, scale: float, return_state: bool, twin: bool,
+) -> tuple[Tensor, State | None]:  # fmt: skip
+    """q (b, g, n, d), k (b, m, d), v (b, m, e), keep and runs (b, m) -> (b, g, n, e), wide, and the new state."""
+    q = widen(q) * scale
+    k, v, width = widen(k), widen(v), v.shape[-1]
+    poison = _poison(q)
+    q = _cleaned(q)
+    v = F.pad(v, (0, -width % WHOLE))
+    before = None if state is None or state.keys is None else _folded(state, layout)
+    if runs is None:
+        output, memory = _in_order(method, q, k, v, keep, before, is_causal, return_state, twin)
+    else:
+        output, memory = _in_segments(method, q, k, v, keep, runs, before, is_causal, return_state, twin)
+    output = output[..., :width] + poison[..., None]
+    if not return_state:
+        return output, None
+    return output, _unfolded(memory, method, layout, last_segment)
+
+
+def _in_order(
+    method: Multipole, q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, before: Memory | None, is_causal: bool,
+    growing: bool, twin: bool,
+) -> tuple[Tensor, Memory]:  # fmt: skip
+    """Queries and keys of one sequence a row, and what is remembered then."""
+    b, n, m = q.shape[0], q.shape[2], k.shape[1]
+    memory, told = appended(method, before, k, v, keep, growing)
+    count = torch.ones(b, m, dtype=torch.int64, device=k.device) if keep is None else keep.long()
+    old = torch.zeros_like(memory.filled) if before is None else before.filled
+    if is_causal:  # The last of the new keys that a query sees; without a state, row i has key i.
+        last = torch.arange(n, device=k.device) + (0 if before is None else m - n)
+        upto = (last + 1).clamp(0, m)
+        counted, poisoned = (F.pad(x.cumsum(1), (1, 0))[:, upto] for x in (count, told))
+        sees, sick = old[:, None] + counted, poisoned
+    else:
+        sees, sick = memory.filled[:, None].expand(-1, n), told.sum(1, keepdim=True).expand(-1, n)
+    if before is not None:
+        sick = sick + before.poison[:, None]
+    far = far_blocks(method, sees, is_causal)
+    output = meet(method, q, memory.keys, memory.values, memory.levels, sees, far, twin)
+    return output + sick[:, None, :, None], memory
+
+
+def appended(
+    method: Multipole, before: Memory | None, k: Tensor, v: Tensor, keep: Tensor | None, growing: bool
+) -> tuple[Memory, Tensor]:
+    """The memory with new keys, and (b, m): NaN where one of them is not finite and may be seen, else 0.
+
+    growing: room is left for those that will come.
+    """
+    told = _poison(k) + _poison(v)
+    told = told if keep is None else torch.where(keep, told, 0.0)
+    k, v = _cleaned(k), _cleaned(v)
+    b, m, _ = k.shape
+    length = m + (0 if before is None else before.length)
+    old = torch.zeros(b, dtype=torch.int64, device=k.device) if before is None else before.filled
+    given = [k, v] if before is None else [k, v, before.keys, before.values]
+    learned = torch.is_grad_enabled() and any(x.requires_grad for x in given)
+    levels: tuple[Units | None, ...] = ()
+    claim = Claim(length)
+    if before is None and keep is None and not growing:
+        keys, values, filled = k.contiguous(), v.contiguous(), old + m
+    else:
+        filled = old + (m if keep is None else keep.sum(1))
+        mine = before is not None and before.claim is not None and before.claim.length == before.length
+        if before is not None and mine and not learned and before.keys.shape[1] >= length:
+            keys, values, levels, claim = before.keys, before.values, before.levels, before.claim  # type: ignore[assignment]
+            claim.length = length
+        else:
+            room = length + length // 2 + 64 if growing else length
+            keys, values = k.new_zeros(b, room, k.shape[2]), v.new_zeros(b, room, v.shape[2])
+            if before is not None:
+                there = min(before.length, before.keys.shape[1])
+                keys[:, :there], values[:, :there] = before.keys[:, :there], before.values[:, :there]
+                if not learned:
+                    levels = tuple(Units(x.size, *(y.clone() for y in x[1:])) for x in before.levels)
+        head = torch.arange(b, device=k.device)[:, None]
+        if keep is None:
+            place = old[:, None] + torch.arange(m, device=k.device)
+            keys[head, place], values[head, place] = k, v
+        else:
+            place = old[:, None] + keep.cumsum(1) - 1
+            head, token = keep.nonzero(as_tuple=True)
+            keys[head, place[head, token]], values[head, place[head, token]] = k[head, token], v[head, token]
+    most = max(0, length - method.sinks) // method.block
+    found = []
+    for i, size in enumerate([1, *sizes_of(most)]):
+        had = levels[i] if i < len(levels) else None
+        keys_of_unit = size * method.block
+        was, now = ((x - method.sinks).clamp(min=0) // keys_of_unit for x in (old, filled))
+        found.append(grown(had, method, size, keys, values, torch.zeros_like(was) if had is None else was, now))
+    sick = told.sum(1) + (0.0 if before is None else before.poison)
+    return Memory(length, keys, values, filled, sick, tuple(found), claim), told
+
+
+def _in_segments(
+    method: Multipole, q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, runs: Tensor, before: Memory | None,
+    is_causal: bool, growing: bool, twin: bool,
+) -> tuple[Tensor, Memory]:  # fmt: skip
+    """Each segment is a sequence of its own; those of about the same length are computed together."""
+    b, m = runs.shape
+    keep = torch.ones_like(runs, dtype=torch.bool) if keep is None else keep
+    output = q.new_zeros(*q.shape[:3], v.shape[-1])
+    if before is not None:  # Run 0 goes on from it.
+        own, _ = _in_order(method, q, k, v, keep & (runs == 0), before, is_causal, False, twin)
+        output = torch.where((runs == 0)[:, None, :, None], own, output)
+    # (p,): head, first token and length of each segment
+    marks = runs + torch.arange(b, device=k.device)[:, None] * (m + 1)
+    _, lengths = torch.unique_consecutive(marks.flatten(), return_counts=True)
+    first = lengths.cumsum(0) - lengths
+    head, first = first // max(1, m), first % max(1, m)
+    fresh = torch.ones_like(head, dtype=torch.bool) if before is None else runs[head, first] > 0
+    head, first, lengths = head[fresh], first[fresh], lengths[fresh]
+    kinds = lengths.float().log2().ceil().long()
+    for kind in kinds.unique().tolist():
+        alike = kinds == kind
+        h, f, size = head[alike, None], first[alike, None], lengths[alike, None]
+        offset = torch.arange(int(size.max()), device=k.device)
+        token, inside = (f + offset).clamp(max=m - 1), offset < size  # (p, l)
+        own, _ = _in_order(method, q[h[:, 0]].gather(2, token[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[3])),
+                           k[h, token], v[h, token], keep[h, token] & inside, None, is_causal, False, twin)  # fmt: skip
+        part, place = inside.nonzero(as_tuple=True)
+        rows = own[part, :, place]  # (tokens, g, e)
+        output = output.transpose(1, 2).index_put((h[part, 0], token[part, place]), rows).transpose(1, 2)
+    if growing:
+        last = runs[:, -1:] if m else runs[:, :0]
+        if before is not None and m:
+            goes_on = last[:, 0] == 0
+            before = Memory(before.length, before.keys, before.values, torch.where(goes_on, before.filled, 0),
+                            torch.where(goes_on, before.poison, 0.0))  # fmt: skip
+        memory, _ = appended(method, before, k, v, keep & (runs == last) if m else keep, True)
+    else:
+        memory, _ = appended(method, before, k[:, :0], v[:, :0], None, False)
+    return output, memory
+
+
+def _folded(state: State, layout: Layout) -> Memory:
+    def fold(x: Any) -> Tensor:
+        return x.reshape(layout.rows, *x.shape[len(layout.batch) + 1 :])  # type: ignore[no-any-return]
+
+    tensors = [fold(x) for x in state.moments]
+    sizes = [1, *sizes_of(1 << 62)[: len(tensors) // 3 - 1]]
+    levels = tuple(Units(size, *tensors[3 * i : 3 * i + 3]) for i, size in enumerate(sizes) if tensors)
+    return Memory(state.length, fold(state.keys), fold(state.values), fold(state.filled), fold(state.poison), levels,
+                  state.claim)  # fmt: skip
+
+
+def _unfolded(memory: Memory, method: Multipole, layout: Layout, last_segment: Tensor | None) -> State:
+    moments = tuple(layout.unfold(x) for level in memory.levels for x in level[1:])
+    return State(
+        method, memory.length, poison=layout.unfold(memory.poison), keys=layout.unfold(memory.keys),
+        values=layout.unfold(memory.values), filled=layout.unfold(memory.filled), moments=moments, claim=memory.claim,
+        segment=None if last_segment is None else layout.unfold(last_segment),
+    )  # fmt: skip
