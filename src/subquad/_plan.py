@@ -222,9 +222,9 @@ def _candidates(
         peak = cost(method, **vars(shape), dtype=dtype).peak_bytes
         yield Candidate(method, "exact", machine.seconds(method, shape), peak, found, True, acceptable)
         return
-    chosen = form_of(method, shape)
+    chosen = form_of(method, shape, machine.device)
     if chosen == "fused":
-        peak = fused_bytes(shape.layout, method.size(shape.head_dim), shape.training, dtype)
+        peak = fused_bytes(method, shape.layout, shape.training, dtype)
         yield Candidate(method, chosen, machine.seconds(method, shape, chosen), peak, found, True, acceptable)
         return
     for form in ("chunked",) if isinstance(method, Separable) else ("dense", "chunked"):
