@@ -177,6 +177,21 @@ def test_gradients_that_are_not_finite_stay_behind_the_mask(chunk) -> None:
         assert grad[0, 0, :11].isnan().all() and not grad[0, 0, 11:].isnan().any()
 
 
+@served
+def test_numbers_that_are_not_finite_get_no_gradient(name) -> None:
+    """The others of their token do, as if the number were 0."""
+    inputs = inputs_of(((1, 1), 1, 20, 4, 4))
+    for x, (token, place) in zip(inputs, ((5, 1), (9, 2), (12, 3)), strict=True):
+        x[0, 0, token, place] = torch.nan
+    found, expected = (
+        with_gradients(lambda *x, form=form: attended(SERVED[name], *x, form=form)[0], *inputs)[1:]
+        for form in ("fused", "chunked")
+    )
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+    assert found[0][0, 0, 5, 1] == found[1][0, 0, 9, 2] == found[2][0, 0, 12, 3] == 0
+
+
 class Scaled:
     """A map that is no module, and yet holds something to be learned."""
 

@@ -20,9 +20,10 @@ def inputs_of(dtype: torch.dtype = torch.float32, batch: int = 2, std: float = 1
 
 
 def left_to_torch(k: Tensor, v: Tensor, keep: Tensor | None = None) -> Tensor:
-    """(b, n), of single heads k (b, n, d) and v (b, n, e)."""
-    left = _fused.separable((1.0, 1.0), k[:, None], k, v, keep, 0)[1]
-    return torch.zeros(k.shape[:2], dtype=torch.bool) if left is None else left[:, 0]
+    """(b, 2, n), of heads k (b, n, d) and v (b, n, e) that two query heads share."""
+    q = k[:, None].expand(-1, 2, -1, -1)
+    left = _fused.separable((1.0, 1.0), q, k, v, keep, 0)[1]
+    return torch.zeros(q.shape[:3], dtype=torch.bool) if left is None else left
 
 
 LARGE = {"std 10": (10, 0), "std 40": (40, 0), **{f"shift {s}": (1, s) for s in (30, -30, 70, -70, 1000, -1000)}}
@@ -30,7 +31,9 @@ LARGE = {"std 10": (10, 0), "std 40": (40, 0), **{f"shift {s}": (1, s) for s in 
 
 @pytest.mark.parametrize("large", LARGE)
 def test_keys_of_any_size(large) -> None:
+    """And with several query heads to a key head."""
     inputs = inputs_of(torch.float64, 1, *LARGE[large])
+    inputs[0] = torch.cat([inputs[0], inputs[0].flip(-2)], 1)
 
     def found(form: str, dtype: torch.dtype) -> list[Tensor]:
         return with_gradients(lambda *x: attended(Separable(), *x, form=form)[0], *(x.to(dtype) for x in inputs))
@@ -57,7 +60,7 @@ def test_rows_are_left_to_torch_from_the_first_that_sees_too_large_a_number() ->
     k, v = torch.zeros(3, 9, 4), torch.zeros(3, 9, 2)
     assert not left_to_torch(k, v).any()
     k[1, 4, 2], v[2, 7, 0] = -33.0, 1e19
-    first = torch.tensor([9, 4, 7])[:, None]
+    first = torch.tensor([9, 4, 7])[:, None, None].expand(-1, 2, -1)
     assert torch.equal(left_to_torch(k, v), torch.arange(9) >= first)
     keep = torch.ones(3, 9, dtype=torch.bool)
     keep[1, 4] = keep[2, 7] = False  # Nobody sees them.
