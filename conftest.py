@@ -10,6 +10,7 @@ COEFFICIENTS = {
     "exact": [width * 2e-11 for _ in range(6) for width in (16, 64, 128)],  # of a pair, by length and width
     "dense": [2e-4, 1.2e-11, 4e-10, 2e-11, 1e-9],
     "fused": [3e-5, 1.2e-11, 2e-11, 1.2e-11, 1e-9],
+    "multipole": [2e-3, 1.2e-11, 1e-6, 1e-11, 1e-9],
     "chunked": [3e-4, 1e-5, 2e-11, 1.2e-11, 2e-10, 1.2e-11, 2e-10, 1e-9],
 }
 

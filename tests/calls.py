@@ -52,7 +52,7 @@ METHODS = {
 RANDOM = [name for name, method in METHODS.items() if isinstance(method, RandomFeatures)]
 
 by_method = pytest.mark.parametrize("name", METHODS)
-by_causal_form = pytest.mark.parametrize("form", ["dense", "chunked"])
+by_causal_form = pytest.mark.parametrize("form", ["dense", "chunked", "fused"])
 
 SEGMENTS = torch.tensor([0] * 5 + [7] + [0] * 9 + [2] * 6)  # The same id after another one is a new segment.
 KEEP = torch.tensor([i not in (0, 1, 8, 9, 20) for i in range(21)])

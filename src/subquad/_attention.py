@@ -34,9 +34,9 @@ from subquad._masks import is_per_query_head, key_mask, refuse_unfactored, segme
 from subquad._methods import Approximation, Method, kernel_of, recipe_of, resolve, shifted
 from subquad._multipole import Multipole
 from subquad._multipole_keys import multipole_attention
-from subquad._separable import Separable
+from subquad._separable import Separable, SeparableKernel
 from subquad._state import State
-from subquad.native._fused import serves
+from subquad.native._fused import knows, serves
 
 Form = Literal["dense", "chunked", "step", "fused"]
 
@@ -223,10 +223,9 @@ def attend(
         own = not isinstance(method, Taylor | RandomFeatures | Linear | Separable)  # A user's map may hold parameters.
         learned = torch.is_grad_enabled() and (own or any(
             x is not None and x.requires_grad for x in (q, k, v, None if state is None else state.sums)))  # fmt: skip
-        # The kernels have no derivative for sums, and no way for queries and keys of different number to run alongside.
-        fusable = serves(recipe_of(method), q, k, v, runs) and not (stateful and learned)
-        fusable = fusable and (not is_causal or layout.queries == layout.keys) and method.size(layout.width) > 0
-        form, sizes = choose_form(method, layout, is_causal, stateful, resumed, form, chunk, fusable)
+        by_kernels = fusable(method, layout, is_causal, stateful) and serves(recipe_of(method), q, k, v, runs)
+        by_kernels = by_kernels and not (stateful and learned)  # They have no derivative for sums.
+        form, sizes = choose_form(method, layout, is_causal, stateful, resumed, form, chunk, by_kernels)
         kernel, q, k = kernel_of(method, q, k, scale, pairs_alone=form == "dense")
         if not normalized and isinstance(kernel, FeatureKernel):
             kernel = replace(kernel, normalized=False)
@@ -309,6 +308,16 @@ class Sizes(NamedTuple):
     fused: int = 0  # tokens of a chunk of the kernels; 0: as they like
 
 
+def fusable(method: Approximation, layout: Layout, is_causal: bool, stateful: bool = False) -> bool:
+    """Whether the native kernels know the method, and calls of this kind."""
+    if layout.device.type != "cpu" or not knows(recipe_of(method)) or method.size(layout.width) == 0:
+        return False
+    alongside = layout.queries == layout.keys
+    if isinstance(method, Separable):
+        return is_causal and alongside and not stateful
+    return alongside or not is_causal
+
+
 def choose_form(
     method: Approximation, layout: Layout, is_causal: bool, stateful: bool, resumed: bool,
     form: Form | None, chunk: int | None, fusable: bool = False,
@@ -346,6 +355,9 @@ def run_form(
 ) -> tuple[Tensor, Sums | None]:  # fmt: skip
     """(b, g, n, e), and the sums of all keys where they are wanted."""
     n, m = q.shape[2], k.shape[1]
+    if form == "fused" and isinstance(kernel, SeparableKernel):
+        chunked = lambda: run_form("chunked", sizes, kernel, q, k, v, keep, runs, before, is_causal, want_sums)[0]
+        return forms.fused_separable(kernel, q, k, v, keep, sizes.fused, chunked), None
     if form == "fused":
         return forms.fused(cast(FeatureKernel, kernel), q, k, v, keep, before, is_causal, want_sums, sizes.fused)
     if q.shape[0] > sizes.batch:

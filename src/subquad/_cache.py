@@ -24,7 +24,7 @@ from subquad import native
 from subquad._calibration import Progress, calibrate, grid_once
 from subquad._times import Calibration, name_of, work
 
-VERSION = 5  # of the file and of the work that the coefficients are for
+VERSION = 6  # of the file and of the work that the coefficients are for
 
 
 def machine(device: torch.device, dtype: torch.dtype) -> dict[str, str | int]:
@@ -70,11 +70,11 @@ def cached(device: torch.device, dtype: torch.dtype = torch.float32) -> Calibrat
         changed = path.stat().st_mtime_ns
     except (OSError, RuntimeError):  # No such file, or no home.
         return None
-    return _read(path, changed, json.dumps(of))
+    return _read(path, changed, json.dumps(of), device.type)
 
 
 @lru_cache(maxsize=8)
-def _read(path: Path, changed: int, of: str) -> Calibration | None:
+def _read(path: Path, changed: int, of: str, device: str) -> Calibration | None:
     names = {name_of(*call) for call in grid_once()}
     lengths = {name_of(*call): len(work(*call)) for call in grid_once()}
     try:
@@ -89,7 +89,7 @@ def _read(path: Path, changed: int, of: str) -> Calibration | None:
         )
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
-    return Calibration(found) if whole else None
+    return Calibration(found, device) if whole else None
 
 
 def calibration(

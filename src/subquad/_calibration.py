@@ -13,13 +13,12 @@ from typing import Any
 
 import torch
 
-from subquad._attention import attend
+from subquad._attention import attend, fusable
 from subquad._features import Exact, Linear, RandomFeatures, Taylor
-from subquad._methods import Approximation, Named, recipe_of
+from subquad._methods import Approximation, Named
 from subquad._multipole import Multipole
 from subquad._separable import Separable
 from subquad._times import EXACT_LENGTHS, EXACT_WIDTHS, Calibration, Shape, name_of, work
-from subquad.native._fused import knows
 from subquad.native._library import AVAILABLE
 
 TURNS = 3
@@ -52,8 +51,8 @@ def grid() -> Iterator[tuple[Named, str, Shape]]:
                 heads = 8 if r < 1000 else 2
                 for n in (256, 512, 2048 if r <= 128 else 1024):
                     yield method, "chunked", _sized(shape, n, d, heads)
-                if knows(recipe_of(method)):
-                    for n, few in ((128, 8), (512, 8), (1024 if r > 1000 else 2048, heads)):
+                for n, few in ((128, 8), (512, 8), (1024 if r > 1000 else 2048, heads)):
+                    if fusable(method, _sized(shape, n, d, few).layout, is_causal):
                         yield method, "fused", _sized(shape, n, d, few)
                 if is_causal and not isinstance(method, Separable):
                     for n, few in ((128, 8), (768, 4)):
@@ -123,7 +122,7 @@ def calibrate(
             break
     if done < TURNS * count:
         show(TURNS * count, TURNS * count)
-    return fitted(best)
+    return fitted(best, device.type)
 
 
 def one_turn(best: list[float], device: torch.device, dtype: torch.dtype) -> Iterator[None]:
@@ -133,12 +132,12 @@ def one_turn(best: list[float], device: torch.device, dtype: torch.dtype) -> Ite
         yield
 
 
-def fitted(best: list[float]) -> Calibration:
+def fitted(best: list[float], device: str = "cpu") -> Calibration:
     """The coefficients that the best times of the grid's calls make likely."""
     rows: dict[str, list[tuple[list[float], float]]] = {}
     for call, seconds in zip(grid_once(), best, strict=True):
         rows.setdefault(name_of(*call), []).append((work(*call), seconds))
-    return Calibration({name: _fitted(found) for name, found in rows.items()})
+    return Calibration({name: _fitted(found) for name, found in rows.items()}, device)
 
 
 def _fitted(rows: list[tuple[list[float], float]]) -> list[float]:

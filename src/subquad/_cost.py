@@ -57,8 +57,9 @@ def cost(
 ) -> Cost:  # fmt: skip
     """The cost of one call of `attention`, without masks, and of its backward too if `training`.
 
-    key_length, value_dim and key_heads default to query_length, head_dim and heads. form: what `attention` itself would
-    choose, or one of "dense", "linear", "chunked"; "step" is one token after key_length - 1 others in a state.
+    key_length, value_dim and key_heads default to query_length, head_dim and heads. form: what `attention` would choose
+    where there are no native kernels, or one of "dense", "linear", "chunked"; "step" is one token after key_length - 1
+    others in a state.
 
     The work of our forms is what torch's FlopCounterMode counts, exactly, where torch's operations make them; the
     native kernels make the same products, and need less memory. That of `Exact` is that of the pairs that are seen;
@@ -131,8 +132,8 @@ def crossover(
     """The smallest length, of queries and keys alike, from which on `b` costs less than `a`; None if there is none.
 
     "From which on" means up to `longest`: a short range where `b` happens to be cheaper does not count. Each length is
-    taken in the form that `attention` would choose for it. Lengths are tried in steps of a 64th from above, and one by
-    one where the answer lies. by "time", seconds(method, *, query_length, key_length, ...) predicts, by default from
+    taken in the form that `cost` takes for it. Lengths are tried in steps of a 64th from above, and one by one where
+    the answer lies. by "time", seconds(method, *, query_length, key_length, ...) predicts, by default from
     this machine's calibration, for float32 on the CPU.
 
     >>> crossover("exact", "linear", head_dim=64)

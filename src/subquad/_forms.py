@@ -14,7 +14,7 @@ Every part forgets its intermediate results and computes them again in the backw
 outputs and one state per unit are kept. No state is ever recovered by subtraction.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -35,6 +35,7 @@ from subquad._kernel import (
 )
 from subquad._masks import View
 from subquad._recompute import recomputed, scanned
+from subquad._separable import SeparableKernel
 from subquad.native import _fused as native
 
 
@@ -229,6 +230,15 @@ def fused(
         None if before is None else (before.values, before.poison, before.log_scale), is_causal, want_sums, chunk,
     )  # fmt: skip
     return output, None if sums is None else Sums(*sums)
+
+
+def fused_separable(
+    kernel: SeparableKernel, q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, chunk: int,
+    otherwise: Callable[[], Tensor],
+) -> Tensor:  # fmt: skip
+    """By the native kernels, without a largest exponent; rows that see too large a key or value, in another form."""
+    output, left = native.separable(kernel.root_scale, q, k, v, keep, chunk)
+    return output if left is None else torch.where(left[..., None], otherwise(), output)
 
 
 # --- Halves of the linear form, also used where a causal call has more keys than queries, or fewer ------------------

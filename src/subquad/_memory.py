@@ -12,6 +12,8 @@ import torch
 
 from subquad._forms import _sizes
 from subquad._layout import Layout
+from subquad._methods import Approximation
+from subquad._separable import Separable
 from subquad._work import FormCall, elements
 
 
@@ -39,15 +41,20 @@ def peak_bytes(call: FormCall, number: int, wide: int) -> int:
     )
 
 
-def fused_bytes(layout: Layout, r: int, training: bool, dtype: torch.dtype) -> int:
+def fused_bytes(method: Approximation, layout: Layout, training: bool, dtype: torch.dtype) -> int:
     """Of the native kernels: results in wide arithmetic, and the sums of a head, or a chunk's features, per thread."""
+    r = method.size(layout.width)
     number, wide = dtype.itemsize, torch.promote_types(dtype, torch.float32).itemsize
     inputs, outputs = elements(layout)
     threads, rows = torch.get_num_threads(), layout.rows * layout.group * layout.queries
     sums = threads * r * (layout.value_width + 1)
     # Threads that share heads, as in native/kernels.h, have a share of the result each.
     shared = layout.rows % threads != 0 and layout.rows < 4 * threads
-    sums += max(threads * rows * (layout.value_width + 1), (threads - 1) * inputs * training) if shared else 0
+    if isinstance(method, Separable):  # They share none, and have all features of their head, as in native/separable.h.
+        of_head = (2 + layout.group + (1 + layout.group) * training) * layout.keys * r
+        sums += min(threads, layout.rows) * of_head
+    elif shared:
+        sums += max(threads * rows * (layout.value_width + 1), (threads - 1) * inputs * training)
     forward = wide * (outputs + 2 * rows) + (number * outputs if number < wide else 0)
     backward = wide * inputs + (number * inputs if number < wide else 0) if training else 0
     return forward + backward + wide * sums

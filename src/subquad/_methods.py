@@ -12,7 +12,7 @@ from subquad._features import Exact, FeatureMap, Linear, RandomFeatures, Taylor
 from subquad._kernel import FeatureKernel, Kernel, widen
 from subquad._multipole import Multipole
 from subquad._separable import Separable, SeparableKernel
-from subquad.native import _fused as native
+from subquad.native import _library as native
 from subquad.native._fused import Recipe
 
 Approximation: TypeAlias = Taylor | RandomFeatures | Linear | Separable | FeatureMap  # by sums of features
@@ -55,7 +55,7 @@ def recipe_of(method: Approximation) -> Recipe | None:
         return Recipe(kinds[method.kind]) if method.kind in kinds else None
     if isinstance(method, Linear):
         return Recipe({"elu": native.ELU, "relu": native.RELU, "identity": native.IDENTITY}[method.activation])
-    return None if isinstance(method, Separable) else Recipe(native.IDENTITY)
+    return Recipe(native.SEPARABLE if isinstance(method, Separable) else native.IDENTITY)
 
 
 def shifted(method: Approximation, key: Tensor, heads: int) -> Tensor:

@@ -179,7 +179,7 @@ def plan(
     else:
         measure = _measure(call)
         # Without the kernels, and in the backward, it is slower than exact attention.
-        quick = AVAILABLE and device.type == "cpu" and not training
+        quick = AVAILABLE and torch.device(device).type == "cpu" and not training
         errors = _measured(call, head_dim, measure, (Multipole(),) if quick else ())
     while True:
         found = (c for method, e in errors.items() for c in _candidates(method, e, shape, machine, dtype, max_error))
@@ -226,9 +226,9 @@ def _candidates(
         made = cost(method, **vars(shape), dtype=dtype)
         yield Candidate(method, made.form, machine.seconds(method, shape), made.peak_bytes, found, True, acceptable)
         return
-    chosen = form_of(method, shape)
+    chosen = form_of(method, shape, machine.device)
     if chosen == "fused":
-        peak = fused_bytes(shape.layout, method.size(shape.head_dim), shape.training, dtype)
+        peak = fused_bytes(method, shape.layout, shape.training, dtype)
         yield Candidate(method, chosen, machine.seconds(method, shape, chosen), peak, found, True, acceptable)
         return
     for form in ("chunked",) if isinstance(method, Separable) else ("dense", "chunked"):
@@ -306,8 +306,9 @@ def _measured(
             for count in COUNTS:
                 inferred = Error((own.relative or 0.0) * sqrt(REFERENCE / count), "prediction")
                 found[replace(reference, num_features=count)] = own if count == REFERENCE else inferred
-    for plain in (Linear("elu"), Separable(), *offered):
-        found[plain] = measure(plain)
+    plain: tuple[Approximation | Multipole, ...] = (Linear("elu"), Separable(), *offered)
+    for simple in plain:
+        found[simple] = measure(simple)
     return found
 
 

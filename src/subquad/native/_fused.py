@@ -7,9 +7,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from subquad.native import _library, _operators  # noqa: F401  (defines the operators)
-from subquad.native._library import TYPES
+from subquad.native._library import HYPERBOLIC, POSITIVE, SEPARABLE, TAYLOR, TYPES
 
-TAYLOR, POSITIVE, HYPERBOLIC, ELU, RELU, IDENTITY, LOGGED = range(7)  # SubquadMap of call.h
 DEGREES = range(1, 5)
 
 
@@ -30,6 +29,9 @@ def serves(recipe: Recipe | None, q: Tensor, k: Tensor, v: Tensor, runs: Tensor 
     if not knows(recipe) or runs is not None or any(x.device.type != "cpu" for x in (q, k, v)):
         return False
     if any(x.dtype not in TYPES for x in (q, k, v)):
+        return False
+    # Some rows of this map are left to torch; which ones, depends on the numbers, and a record is for others too.
+    if recipe == Recipe(SEPARABLE) and (torch.compiler.is_compiling() or _recorded()):
         return False
     wide = {torch.promote_types(x.dtype, torch.float32) for x in (q, k, v)}
     return len(wide) == 1 and 0 not in (*q.shape, *k.shape) and not _transformed(q, k, v)
@@ -67,8 +69,22 @@ def fused(
         q, k, v, keep, table, turned(recipe, table), *sums, *recipe, features, *roots, is_causal, normalized, chunk,
         want_sums,
     )  # fmt: skip
+    output = _poisoned(output, poison).to(q.dtype)
+    return output, (values.mT, told, log_scale if log_scale.numel() else None) if want_sums else None
+
+
+def separable(
+    roots: tuple[float, float], q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, chunk: int
+) -> tuple[Tensor, Tensor | None]:
+    """Causal: (b, g, n, e), and (b, g, n), True in the rows that are left to torch, if there are any."""
+    arguments = (q, k, v, keep, *[None] * 5, *Recipe(SEPARABLE), q.shape[-1], *roots, True, True, chunk, False)
+    output, done, poison, *_ = torch.ops.subquad.forward(*arguments)
+    return _poisoned(output, poison).to(q.dtype), None if bool(done.all()) else done == 0
+
+
+def _poisoned(output: Tensor, poison: Tensor) -> Tensor:
     # Nearly always there is none; but who records the call, records it for other numbers too.
     if torch.compiler.is_compiling() or _recorded() or bool(poison.sum() != 0):
         sick = poison[..., None]
-        output = torch.where(sick == 0, output, output + sick)  # Not a bit of the others changes.
-    return output.to(q.dtype), (values.mT, told, log_scale if log_scale.numel() else None) if want_sums else None
+        return torch.where(sick == 0, output, output + sick)  # Not a bit of the others changes.
+    return output

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 WHOLE = 16  # numbers in a row of whole vectors, whatever the instruction set
-TYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
+TYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}  # SubquadType of call.h
+TAYLOR, POSITIVE, HYPERBOLIC, ELU, RELU, IDENTITY, LOGGED, SEPARABLE = range(8)  # SubquadMap of call.h
 
 
 class Strided(Structure):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subquad.native._library import FOUND, Call, pointer, strided
+from subquad.native._library import FOUND, HYPERBOLIC, LOGGED, POSITIVE, Call, pointer, strided
 
 ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? keep, Tensor? table, Tensor? turned, Tensor? before, Tensor? before_poison, "
@@ -21,7 +21,7 @@ ARGUMENTS = (
     "bool normalized, int chunk"
 )
 TENSORS, NUMBERS = 9, 8  # among the arguments
-SCALED = (1, 2, 6)  # maps whose keys have a log-scale: POSITIVE, HYPERBOLIC and LOGGED of call.h
+SCALED = (POSITIVE, HYPERBOLIC, LOGGED)  # maps whose keys have a log-scale
 torch.library.define("subquad::forward", f"({ARGUMENTS}, bool want_sums) -> Tensor[]")
 torch.library.define("subquad::backward", f"(Tensor grad, Tensor output, Tensor normalizer, {ARGUMENTS}) -> Tensor[]")
 

@@ -10,7 +10,8 @@ from subquad import _forms as forms
 from subquad._features import FeatureMap, Linear, RandomFeatures, Taylor
 from subquad._kernel import FeatureKernel, Sums
 from subquad._methods import Approximation, kernel_of
-from subquad.native import _fused as native
+from subquad._separable import Separable
+from subquad.native import _library as native
 
 CHUNK = 64
 
@@ -41,6 +42,8 @@ def method_of(map: int, degree: int, features: int, table: Tensor | None) -> App
         return RandomFeatures(features, "hyperbolic", matrix=table)
     if map in (native.ELU, native.RELU):
         return Linear("elu" if map == native.ELU else "relu")
+    if map == native.SEPARABLE:
+        return Separable()
     return Given(features, logged=map == native.LOGGED)
 
 
@@ -51,8 +54,8 @@ def gradients(
     """Of q, k and v, as functions that can be differentiated in `grad` and in themselves."""
     method = method_of(map, degree, features, table)
     kernel, mapped_q, mapped_k = kernel_of(method, q, k, query_scale * key_scale)
-    assert isinstance(kernel, FeatureKernel)
-    kernel = replace(kernel, normalized=normalized)
+    if isinstance(kernel, FeatureKernel):
+        kernel = replace(kernel, normalized=normalized)
     if is_causal:
         output, _ = forms.chunked(kernel, mapped_q, mapped_k, v, keep, None, before, CHUNK, CHUNK, 16 * CHUNK, False)
     else:

@@ -8,7 +8,7 @@
 
 extern "C" {
 
-enum SubquadMap : int64_t { TAYLOR, POSITIVE, HYPERBOLIC, ELU, RELU, IDENTITY, LOGGED };
+enum SubquadMap : int64_t { TAYLOR, POSITIVE, HYPERBOLIC, ELU, RELU, IDENTITY, LOGGED, SEPARABLE };
 enum SubquadType : int64_t { FLOAT32, FLOAT64, BFLOAT16, FLOAT16 };
 
 struct SubquadTensor {  // strides in elements; keys and values have no groups
@@ -17,7 +17,8 @@ struct SubquadTensor {  // strides in elements; keys and values have no groups
 };
 
 struct SubquadCall {
-  int64_t map;     // LOGGED: features that are given, keys with a last column, the logarithm of their scale
+  int64_t map;     // LOGGED: features that are given, keys with a last column, the logarithm of their scale;
+                   // SEPARABLE: causal, as many queries as keys, no sums before or after; see separable.h
   int64_t degree;  // of TAYLOR
   int64_t wide;    // whether q, k and v are FLOAT64; else each is one of the others
   int64_t threads, causal, normalized;
@@ -32,6 +33,7 @@ struct SubquadCall {
   const void *before, *before_poison, *before_scale;
   void *after, *after_poison, *after_scale;
   // (b, g, n, e), (b, g, n) and (b, g, n), wide: what the backward needs is finite; poison, 0 or NaN, belongs on top.
+  // SEPARABLE: the normaliser is 1, or 0 in the rows that are left to torch.
   void *output, *normalizer, *poison;
   // For the backward alone.
   SubquadTensor output_grad;       // wide

@@ -8,6 +8,7 @@
 #include "multipole.h"
 #include "pairs.h"
 #include "scan.h"
+#include "separable.h"
 #include "shared.h"
 #include "step.h"
 
@@ -42,7 +43,18 @@ inline Size tokens_of(const SubquadCall& call) {
   return std::min<Size>(call.chunk ? call.chunk : best_chunk(call.features), std::max(call.queries, call.keys));
 }
 
+// Each thread takes whole heads; body(separable, head).
+template <class T, class Body> bool separable(const SubquadCall& call, double products, Body body) {
+  const double work = work_by_sums(call, products);
+  const Size threads = std::min<Size>(call.batch, Size(std::min<double>(call.threads, 1 + work / WORTH_A_THREAD)));
+  return shared_out(threads, [&](Size thread) {
+    Separable<T> heads(call, tokens_of(call), products > 2);
+    for (Size b = thread; b < call.batch; b += threads) body(heads, b);
+  });
+}
+
 template <class T> bool forward(const SubquadCall& call) {
+  if (call.map == SEPARABLE) return separable<T>(call, 2, [](Separable<T>& heads, Size b) { heads.forward(b); });
   const Plan d(call, 2, 2);
   const Size tasks = call.batch * d.parts, rows = call.values + 1, tokens = call.group * call.queries;
   if (d.pairs)
@@ -78,6 +90,11 @@ template <class T> bool backward(const SubquadCall& call) {
   const Plan d(call, 5, 7);
   const Size tasks = call.batch * d.parts;
   const Size q = call.group * call.queries * call.query_width, k = call.keys * call.key_width, v = call.keys * call.values;
+  if (call.map == SEPARABLE)
+    return separable<T>(call, 5, [&](Separable<T>& heads, Size b) {
+      heads.backward(b, static_cast<T*>(call.q_grad) + b * q, static_cast<T*>(call.k_grad) + b * k,
+                     static_cast<T*>(call.v_grad) + b * v);
+    });
   if (d.pairs)
     return shared_out(std::min(d.threads, tasks), [&](Size thread) {
       Pairs<T> pairs(call, true);
