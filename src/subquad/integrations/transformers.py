@@ -45,19 +45,26 @@ except ImportError as error:
 NAME = "subquad"
 _methods: dict[str, Method] = {}  # by the name under which transformers knows them
 
-# What a layer may ask for besides: by no method here, and by none but exact attention.
+# What a layer may ask for besides: of no method here, and of exact attention alone, which has a weight for each pair.
 UNKNOWN = {
     "softcap": "a cap on the logits",
     "s_aux": "attention sinks",
-    "indices": "keys chosen for each query",
-    "block_indices": "blocks of keys chosen for each query",
+    "indices": "a choice of keys for each query",
+    "block_indices": "a choice of blocks of keys for each query",
     "cache": "a paged cache",
     "output_attentions": "the weights of attention, which are never formed",
 }
 PAIRWISE = {
     "position_bias": "a bias added to each logit",
     "sliding_window": "a window of keys that moves with the query",
+    "dropout": "drawn for each weight in training",
 }
+
+
+def _refusal(argument: str, meaning: str) -> ValueError:
+    way_out = 'method="exact", or use(..., layers=[...]) without this layer'
+    way_out = 'attn_implementation="eager"' if argument in UNKNOWN else way_out
+    return ValueError(f"{argument} is {meaning}, which this method cannot give. Use {way_out}.")
 
 
 def register(method: Method | str, name: str = NAME) -> None:
@@ -157,9 +164,8 @@ class Mask:
         missing = first + self.key_length - given.shape[-1]
         return F.pad(given, (0, max(0, missing)))[:, first : first + self.key_length]
 
-    @property
-    def ndim(self) -> NoReturn:
-        """Asked by transformers where a mask is given that was made before, as `generate` does for static caches."""
+    def contiguous(self) -> NoReturn:
+        """Asked by `generate`, which for static caches makes masks ahead of the model."""
         raise ValueError('past_key_values: static caches are not supported; leave out cache_implementation="static"')
 
     @property
@@ -178,37 +184,39 @@ class _Seen:
     segment_ids: Tensor | None = None  # (b, n)
 
 
-def _read(mask: Mask | Tensor | None, is_causal: bool, m: int, refuse: Callable[[str, str], NoReturn]) -> _Seen:
+def _read(mask: Mask | Tensor | None, is_causal: bool, m: int) -> _Seen:
     """The mask of the last m keys, taken apart."""
     if mask is None:
         return _Seen(is_causal)
-    if isinstance(mask, Tensor):
-        return _read_matrix(mask, m, refuse)
+    if isinstance(mask, Tensor) and mask.dim() == 4:
+        return _read_matrix(mask, m)
+    if not isinstance(mask, Mask):
+        raise _refusal("attention_mask", f"a {type(mask).__name__} for another kind of attention")
     if mask.rule is None:
-        refuse("attention_mask", "a rule for each pair of query and key, such as a window or blocks")
+        raise _refusal("attention_mask", "a rule for each pair of query and key, such as a window or blocks")
     is_causal, segment_ids = mask.rule
     if is_causal and mask.is_static:
-        refuse("past_key_values", "a static cache, which hands over keys that are not there yet")
+        raise _refusal("past_key_values", "a static cache, which hands over keys that are not there yet")
     keys = None if mask.padding is None else mask.padding[:, mask.key_length - m :]
     if keys is None or bool(keys.all()):
         return _Seen(is_causal, None, segment_ids)
     return _Seen(is_causal, keys[:, None, None], segment_ids)
 
 
-def _read_matrix(mask: Tensor, m: int, refuse: Callable[[str, str], NoReturn]) -> _Seen:
+def _read_matrix(mask: Tensor, m: int) -> _Seen:
     """A matrix (b, 1 or heads, n, ·) that somebody else made is causal, or hides keys, or both; or is refused."""
     shown = mask
     if mask.dtype != torch.bool:
         shown = mask == 0
         if not bool((shown | (mask <= torch.finfo(mask.dtype).min / 2)).all()):
-            refuse("attention_mask", "numbers added to the logits")
+            raise _refusal("attention_mask", "numbers added to the logits")
     shown = shown[..., shown.shape[-1] - m :]
     keys, n = shown.any(-2, keepdim=True), shown.shape[-2]
     if bool((shown == keys).all()):
         return _Seen(False, keys)
     if bool((shown == keys.expand_as(shown).tril(m - n)).all()):
         return _Seen(True, keys)
-    return refuse("attention_mask", "a choice for each pair of query and key")
+    raise _refusal("attention_mask", "a choice for each pair of query and key")
 
 
 # --- The attention function -------------------------------------------------------------------------------------------
@@ -221,48 +229,56 @@ def attend(
     """What transformers calls for a layer under our name: (b, heads, n, d) each -> (b, n, heads, d), and no weights."""
     method = _method_of(layer)
     assert method is not None  # or transformers would have called another function
+    is_causal = getattr(layer, "is_causal", True) if is_causal is None else is_causal
+    options: dict[str, Any] = dict(scale=scaling, enable_gqa=query.shape[1] != key.shape[1], method=method)
+    asked = {name: thing for name, thing in others.items() if thing is not None and thing is not False}
+    try:
+        for name, meaning in (UNKNOWN if isinstance(method, Exact) else UNKNOWN | PAIRWISE).items():
+            if name in asked or (name == "dropout" and dropout):
+                raise _refusal(name, meaning)
+        if isinstance(method, Exact):
+            bias = asked.get("position_bias")
+            output = _exact(query, key, value, attention_mask, bias, is_causal, dropout_p=dropout, **options)
+        else:
+            output = _approximate(query, key, value, attention_mask, is_causal, **options)
+    except ValueError as error:
+        choice: _Choice | None = getattr(layer, "subquad_choice", None)
+        place = f"{type(layer).__name__} {getattr(layer, 'layer_idx', '')}" if choice is None else choice.place
+        raise ValueError(f"{place} by {type(method).__name__}: {error}") from error
+    return output.transpose(1, 2).contiguous(), None
 
-    def refuse(argument: str, meaning: str) -> NoReturn:
-        choice, kind = getattr(layer, "subquad_choice", None), type(layer).__name__
-        place = f"{kind} {getattr(layer, 'layer_idx', None)}" if choice is None else choice.place
-        way_out = 'attn_implementation="eager"'
-        if argument not in UNKNOWN:
-            way_out = 'method="exact", or leave this layer out of use(..., layers=[...])'
-        raise ValueError(f"{place}: {argument} is {meaning}, which {type(method).__name__} cannot give; use {way_out}")
 
-    for names in (UNKNOWN, {} if isinstance(method, Exact) else PAIRWISE):
-        for name, meaning in names.items():
-            if others.get(name) is not None and others[name] is not False:
-                refuse(name, meaning)
-    if dropout and not isinstance(method, Exact):
-        refuse("dropout", f"{dropout} on the weights in training")
-    if is_causal is None:
-        is_causal = getattr(layer, "is_causal", True)
+def _exact(
+    query: Tensor, key: Tensor, value: Tensor, mask: Mask | Tensor | None, bias: Tensor | None, is_causal: bool,
+    **options: Any,
+) -> Tensor:  # fmt: skip
+    """As transformers does with torch's function, whatever the mask."""
+    if hasattr(key, "subquad_layer"):
+        raise ValueError("past_key_values: expected a cache of keys, got states that another method made")
+    matrix = mask.matrix if isinstance(mask, Mask) else mask
+    is_causal = is_causal and matrix is None and query.shape[-2] > 1
+    if bias is not None:
+        matrix, is_causal = _with_bias(bias, matrix, is_causal), False
+    output: Tensor = attention(query, key, value, matrix, is_causal=is_causal, **options)
+    return output
+
+
+def _approximate(
+    query: Tensor, key: Tensor, value: Tensor, mask: Mask | Tensor | None, is_causal: bool, **options: Any
+) -> Tensor:
+    """After a state, if the keys come with one; or on all keys, where the cache holds those."""
     state_layer: StateLayer | None = getattr(key, "subquad_layer", None)
     n, m = query.shape[-2], key.shape[-2]
-    options: dict[str, Any] = dict(scale=scaling, enable_gqa=query.shape[1] != key.shape[1], method=method)
-    if isinstance(method, Exact):
-        if state_layer is not None:
-            refuse("past_key_values", "a cache of states that another method made")
-        mask = attention_mask.matrix if isinstance(attention_mask, Mask) else attention_mask
-        is_causal = is_causal and mask is None and n > 1
-        bias = others.get("position_bias")
-        if bias is not None:
-            mask, is_causal = _with_bias(bias, mask, is_causal), False
-        output = attention(query, key, value, mask, dropout, is_causal, **options)
-        return output.transpose(1, 2).contiguous(), None
-
-    if isinstance(attention_mask, Mask) and state_layer is None and m != attention_mask.key_length:
-        refuse("key", f"a tensor of {m} keys where the cache has {attention_mask.key_length}")
-    seen = _read(attention_mask, is_causal, m, refuse)
+    if isinstance(mask, Mask) and state_layer is None and m != mask.key_length:
+        raise ValueError(f"key: expected the {mask.key_length} of the mask, got {m}: the model has changed them")
+    seen = _read(mask, is_causal, m)
     options |= dict(attn_mask=seen.keys, is_causal=seen.is_causal, segment_ids=seen.segment_ids)
     if state_layer is not None:
-        output = state_layer.attend(query, key, value, **options)
-    else:
-        # A cache of keys: the queries stand at its end, and those before them are not asked for.
-        before = max(0, m - n) if seen.is_causal else 0
-        output = attention(F.pad(query, (0, 0, before, 0)), key, value, **options)[:, :, before:]
-    return output.transpose(1, 2).contiguous(), None
+        return state_layer.attend(query, key, value, **options)
+    # Queries stand at the end of their keys; what comes before them nobody asks.
+    before = max(0, m - n) if seen.is_causal else 0
+    output: Tensor = attention(F.pad(query, (0, 0, before, 0)), key, value, **options)
+    return output[:, :, before:]
 
 
 def _with_bias(bias: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
@@ -313,7 +329,8 @@ class StateLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no 
         output, self.state = attention(query, key, value, state=self.state, return_state=True, **options)
         self._unread = False
         # Models read these where the keys were seen before: none is new.
-        self.keys, self.values = self._marked(key.new_empty(*key.shape[:2], 0, key.shape[3])), value[:, :, :0].clone()
+        keys, self.values = (x.new_empty(*x.shape[:2], 0, x.shape[3]) for x in (key, value))
+        self.keys = self._marked(keys)
         return output
 
     def _marked(self, keys: Tensor) -> Tensor:
@@ -500,7 +517,9 @@ def _configs_of(model: nn.Module) -> Iterator[PreTrainedConfig]:
 
 def _prepare(model: Any, _: Any, arguments: dict[str, Any]) -> None:
     """Before each call of a model: an empty cache that comes in, such as that of `generate`, learns to hold states."""
-    if arguments.get("output_attentions") or getattr(model.config, "output_attentions", False):
+    weights = arguments.get("output_attentions") or getattr(model.config, "output_attentions", False)
+    if weights and any(_method_of(layer) for layer in _layers_of(model).values()):
+        # Not all models tell their layers.
         meaning = UNKNOWN["output_attentions"]
         raise ValueError(f'{type(model).__name__}: output_attentions is {meaning}; use attn_implementation="eager"')
     cache = arguments.get("past_key_values")

@@ -180,6 +180,16 @@ def test_generation_with_a_cache_is_generation_without(name, method, way, side, 
     assert len(states) == held
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_generation_with_a_bias_of_positions(way):
+    model = tiny("t5")
+    own = generated(model, "t5", "left", **WAYS[way])
+    with use(model, "exact"):
+        for use_cache in (True, False):
+            found = generated(model, "t5", "left", use_cache=use_cache, **WAYS[way])
+            assert found.sequences.tolist() == own.sequences.tolist()
+
+
 @pytest.mark.parametrize("method", EVERY)
 @pytest.mark.parametrize("name", DECODERS)
 def test_generation_after_padding_on_the_left_is_generation_without_padding(name, method):
@@ -289,6 +299,7 @@ def test_a_cache_that_is_reset_begins_anew():
 def test_a_cache_is_copied_to_go_back_to():
     model, cache = started()
     copied = copy.deepcopy(cache)
+    assert all(layer.keys.subquad_layer is layer for layer in copied.layers)
     for _ in range(2):
         model(torch.full((3, 1), 7), past_key_values=cache)
     assert (copied.get_seq_length(), cache.get_seq_length()) == (LENGTH, LENGTH + 2)
@@ -315,7 +326,7 @@ def test_a_cache_whose_states_nobody_reads_is_noticed():
 def test_a_cache_of_another_method_is_refused():
     model, cache = started()
     for method, message in (
-        ("exact", "a cache of states that another method made"),
+        ("exact", "expected a cache of keys, got states"),
         (Taylor(4), "state: expected one made by"),
     ):
         with use(model, method), pytest.raises(ValueError, match=message):
