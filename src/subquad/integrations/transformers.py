@@ -269,8 +269,6 @@ def _approximate(
     """After a state, if the keys come with one; or on all keys, where the cache holds those."""
     state_layer: StateLayer | None = getattr(key, "subquad_layer", None)
     n, m = query.shape[-2], key.shape[-2]
-    if isinstance(mask, Mask) and state_layer is None and m != mask.key_length:
-        raise ValueError(f"key: expected the {mask.key_length} of the mask, got {m}: the model has changed them")
     seen = _read(mask, is_causal, m)
     options |= dict(attn_mask=seen.keys, is_causal=seen.is_causal, segment_ids=seen.segment_ids)
     if state_layer is not None:
@@ -412,8 +410,7 @@ def _hold_states(model: nn.Module, cache: Cache) -> None:
             if all(_keeps_state(_method_of(layer)) for layer in readers if layer.layer_idx == index):
                 while len(part.layers) <= index:
                     part.layers.append(DynamicLayer())
-                if not part.is_sliding[index]:
-                    part.layers[index] = StateLayer()
+                part.layers[index] = StateLayer()
 
 
 # --- In and out of a model --------------------------------------------------------------------------------------------

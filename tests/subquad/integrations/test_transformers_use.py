@@ -115,9 +115,34 @@ def test_layers_that_are_left_out_keep_what_they_had(name, side, implementation,
         assert cached.sequences.tolist() == free.sequences.tolist()
         cache = cached.past_key_values
         parts = [cache.self_attention_cache, cache.cross_attention_cache] if name == "bart" else [cache]
-        # Layers of Bart's encoder are counted as those of the decoder, so that who reads a cross-attention is unclear.
+        # Bart's encoder counts as its decoder does, so that who reads the keys of a cross-attention is unclear.
         for kept, expected in zip(parts, ([False, True], [False, False]), strict=False):
-            assert [isinstance(layer, StateLayer) for layer in kept.layers] in (expected, [False, True])
+            assert [isinstance(layer, StateLayer) for layer in kept.layers] == expected
+        kept_layers = [model.get_submodule(layer.name) for layer in swapped.layers if layer.method is None]
+        assert {layer.config._attn_implementation for layer in kept_layers} == {implementation}
+
+
+@pytest.mark.parametrize("layers", [None, [0, 1], [2, 4], [3, 5]])
+def test_encoder_and_decoder_may_count_their_layers_alike(layers):
+    """Then a layer of the encoder looks like the cross-attention that reads the cache."""
+    torch.manual_seed(0)
+    sizes = dict(num_hidden_layers=2, hidden_size=16, num_attention_heads=2, intermediate_size=16, **SPECIAL)
+    halves = (
+        transformers.BertConfig(**sizes),
+        transformers.BertConfig(is_decoder=True, add_cross_attention=True, **sizes),
+    )
+    config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(*halves)
+    config.decoder_start_token_id, config.pad_token_id = 3, 0
+    model = transformers.EncoderDecoderModel(config=config).eval()
+    for parameter in model.parameters():
+        parameter.normal_(std=0.3)
+    with use(model, "taylor", layers):
+        given = dict(max_new_tokens=6, min_new_tokens=6, do_sample=False, return_dict_in_generate=True)
+        cached, free = (model.generate(**prompt("llama"), use_cache=flag, **given) for flag in (True, False))
+    assert cached.sequences.tolist() == free.sequences.tolist()
+    cache = cached.past_key_values
+    assert isinstance(cache.self_attention_cache.layers[0], StateLayer) == (layers in (None, [2, 4]))
+    assert isinstance(cache.cross_attention_cache.layers[0], StateLayer) == (layers is None)  # or unclear, so keys
 
 
 def test_models_with_different_methods_do_not_know_of_each_other():
