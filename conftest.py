@@ -1,10 +1,12 @@
-"""For all tests and doctests: a machine that is calibrated, with round figures; never the user's own cache."""
+"""For all tests and doctests: a calibrated machine, with round figures; never the user's own cache, nor a network."""
 
 import json
 import os
 from collections.abc import Iterator
 
 import pytest
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # Nothing is downloaded. It is read when transformers is imported.
 
 COEFFICIENTS = {
     "exact": [width * 2e-11 for _ in range(6) for width in (16, 64, 128)],  # of a pair, by length and width

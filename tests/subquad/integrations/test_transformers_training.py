@@ -1,0 +1,88 @@
+"""Models of transformers are trained with any method: gradients, checkpoints of activations, losses that fall."""
+
+from importlib.metadata import PackageNotFoundError, version
+
+import pytest
+import torch
+
+from subquad import Taylor
+
+try:
+    version("transformers")
+except PackageNotFoundError:
+    pytest.skip("transformers is not installed: the extra `transformers` brings it", allow_module_level=True)
+
+from subquad.integrations.transformers import use
+from tiny_models import inputs, padding, real, tiny
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+LINEAR = ["gpt2", "llama", "bert", "bart", "whisper"]
+NAMES = [*LINEAR, "t5"]  # which adds a bias to its logits
+
+
+def loss_of(model, name, side="left"):
+    given = inputs(name, side)
+    tokens = given.get("decoder_input_ids", given.get("input_ids"))
+    return model(**given, labels=tokens.where(padding(side).bool(), -100)).loss
+
+
+def gradients(model, name):
+    model.zero_grad()
+    loss_of(model, name).backward()
+    return {key: value.grad.clone() for key, value in model.named_parameters() if value.grad is not None}
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    for key, value in found.items():
+        assert (value - expected[key]).norm() <= 1e-4 * expected[key].norm() + 1e-6, key
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_of_exact_attention_are_those_of_the_model(name):
+    model = tiny(name).train()
+    own = gradients(model, name)
+    with use(model, "exact"):
+        assert_same(gradients(model, name), own)
+
+
+@pytest.mark.parametrize(("name", "method"), [*((x, "exact") for x in NAMES), *((x, "taylor") for x in LINEAR)])
+def test_checkpoints_of_activations_change_no_gradient(name, method):
+    model = tiny(name).train()
+    with use(model, method):
+        plain = gradients(model, name)
+        model.gradient_checkpointing_enable()
+        assert_same(gradients(model, name), plain)
+
+
+@pytest.mark.parametrize("name", LINEAR)
+def test_a_loss_falls_in_training(name):
+    model = tiny(name).train()
+    with use(model, Taylor(2)):
+        optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
+        losses = []
+        for _ in range(12):
+            loss = loss_of(model, name)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+    assert losses[-1] < 0.9 * losses[0]
+
+
+def test_gradients_of_a_linear_method_are_those_of_differences():
+    """One direction in the space of all parameters, in double precision, which their own losses leave."""
+    model = tiny("gpt2").double()
+    value = lambda: model(**inputs("gpt2", "left")).logits[real("left")].sin().sum()
+    with use(model, Taylor(2)):
+        value().backward()
+        torch.manual_seed(0)
+        direction = {key: torch.randn_like(parameter) for key, parameter in model.named_parameters()}
+        slope = sum((parameter.grad * direction[key]).sum() for key, parameter in model.named_parameters())
+        step, values = 1e-6, []
+        with torch.no_grad():
+            for size in (step, -2 * step):
+                for key, parameter in model.named_parameters():
+                    parameter += size * direction[key]
+                values.append(value())
+    assert ((values[0] - values[1]) / (2 * step) - slope).abs() < 1e-5 * slope.abs()
