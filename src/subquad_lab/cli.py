@@ -35,6 +35,9 @@ def plan(
     max_error: float = 0.05,
     logit_range: float | None = None,
     sample: str | None = None,
+    model: str | None = None,
+    text: str | None = None,
+    tokens: int | None = None,
     key_length: int | None = None,
     value_dim: int | None = None,
     key_heads: int | None = None,
@@ -56,6 +59,10 @@ def plan(
         logit_range: How far the scaled logits reach to either side of 0: errors are predicted from it.
         sample: A safetensors file with query, key and value (or q, k, v), each (..., heads, length, width):
             errors are measured on it.
+        model: A folder that transformers saved, or a .gguf file: plan for each layer of that language model (the extra
+            `pretrained`). Beside it go text, tokens, max-error and all; it has sizes of its own.
+        text: A text for the model to read: errors are measured on it.
+        tokens: How many of its tokens are read; as many as there are and the model reads, up to 4096, if not given.
         key_length: Number of keys, if it is not that of the queries.
         value_dim: Width of the values, if it is not head-dim.
         key_heads: Number of key heads, if query heads share them.
@@ -63,12 +70,20 @@ def plan(
         causal: Whether a query sees only the keys up to its own place.
         training: Whether the backward counts too.
         dtype: float32, float64, bfloat16 or float16.
-        all: Show every candidate, not just those that compete.
+        all: Show every candidate, not just those that compete; of a model, also every head.
     """
-    from subquad_lab.planning import run
-
     sizes = dict(query_length=length, key_length=key_length, head_dim=head_dim, value_dim=value_dim, heads=heads,
                  key_heads=key_heads, batch=batch)  # fmt: skip
+    if model is not None or text is not None or tokens is not None:
+        from subquad_lab.model_planning import run as run_model
+
+        others = [*sizes.values(), logit_range, sample]
+        if any(other is not None for other in others) or not causal or training or dtype != "float32":
+            raise UsageError("--model: goes with --text, --tokens, --max-error and --all; others are the model's own")
+        run_model(model, text, tokens, max_error, all)
+        return
+    from subquad_lab.planning import run
+
     run(sizes, max_error, logit_range, sample, causal, training, dtype, all)
 
 

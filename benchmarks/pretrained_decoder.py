@@ -1,0 +1,169 @@
+"""What is left of a trained decoder's perplexity when all its layers attend by another method.
+
+    python benchmarks/pretrained_decoder.py [--transcripts metadata.csv] [--length N] [--quick]
+
+The decoder is SmolLM2-135M-Instruct (`decoder.py`), trained with exact attention, and nothing is trained here. Texts of
+different kinds come from Python and from installed packages; nothing is fetched. Each method stands in for exact
+attention in all 30 layers at once, so that errors add up; what any of them must beat is a window:
+
+    window and sinks     exact attention to the last 64 keys and the first 4, and to nothing else
+
+Axes: h heads, n queries of a block, m keys that they see, d width.
+"""
+
+import argparse
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from math import exp, inf, log
+from pathlib import Path
+
+import results
+import torch
+from decoder import PACKAGE, Attend, load, perplexity, swapped, texts
+from pretrained import finite, grid
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+import subquad
+from subquad import Exact, Linear, RandomFeatures, Separable, Taylor
+from subquad_lab.measure import peak_bytes
+
+LENGTH, SHORT = 4096, 512  # tokens, and with --quick
+LAST, SINKS, BLOCK = 64, 4, 128  # keys of the window, keys at the beginning, and queries at a time
+EXACT, WINDOW = "Exact()", f"window of {LAST} and {SINKS} sinks"
+
+
+def window(query: Tensor, key: Tensor, value: Tensor, scale: float, layer: int) -> Tensor:
+    """Block by block, so that memory grows with the length and not with its square."""
+    outputs = []
+    for start in range(0, query.shape[-2], BLOCK):
+        rows = torch.arange(start, min(start + BLOCK, query.shape[-2]))[:, None]  # (n, 1)
+        first = max(0, start - LAST + 1)
+        keys = torch.cat([torch.arange(min(SINKS, first)), torch.arange(first, int(rows[-1]) + 1)])  # (m,)
+        seen = (keys <= rows) & ((rows - keys < LAST) | (keys < SINKS))
+        outputs.append(
+            scaled_dot_product_attention(
+                query[..., rows[:, 0], :], key[..., keys, :], value[..., keys, :], seen, scale=scale, enable_gqa=True
+            )
+        )
+    return torch.cat(outputs, -2)
+
+
+def by(method: subquad.FeatureMap | str) -> Attend:
+    return lambda query, key, value, scale, layer: subquad.attention(
+        query, key, value, is_causal=True, scale=scale, enable_gqa=True, method=method
+    )
+
+
+# All that is compared; a method that is new gets its line here.
+METHODS: dict[str, Attend] = {
+    EXACT: by(Exact()),
+    WINDOW: window,
+    "Taylor(2)": by(Taylor(2)),
+    "RandomFeatures(256)": by(RandomFeatures(256)),
+    "Linear('elu')": by(Linear("elu")),
+    "Separable()": by(Separable()),
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One text through the model. Seconds of attention are of all layers together."""
+
+    text: str
+    length: int
+    method: str
+    perplexity: float
+    attention_seconds: float
+    seconds: float
+    peak_bytes: int
+
+
+def measure(model: nn.Module, name: str, tokens: Tensor) -> Iterator[Row]:
+    """The text by each method."""
+    for method, attend in METHODS.items():
+        print(f"{name}, all layers by {method}", flush=True)
+        spent, found = [0.0], []
+
+        def timed(*inputs: Tensor, attend: Attend = attend, spent: list[float] = spent) -> Tensor:
+            begin = time.perf_counter()
+            output = attend(*inputs)
+            spent[0] += time.perf_counter() - begin
+            return output
+
+        with swapped(model, timed):
+            begin = time.perf_counter()
+            peak = peak_bytes(lambda found=found: found.append(perplexity(model, tokens)))
+            seconds = time.perf_counter() - begin
+        yield Row(name, tokens.shape[1], method, found[0], spent[0], seconds, peak)
+
+
+def conclusion(rows: Sequence[Row]) -> str:
+    """From the figures alone: geometric means over the texts of how much the perplexity is multiplied."""
+    exact = {row.text: row.perplexity for row in rows if row.method == EXACT}
+    factors = {
+        method: _mean_factor([row.perplexity / exact[row.text] for row in rows if row.method == method])
+        for method in dict.fromkeys(row.method for row in rows)
+        if method != EXACT
+    }
+    best = min((method for method in factors if method != WINDOW), key=factors.__getitem__)
+    verdict = "which it beats" if factors[best] < factors[WINDOW] else "which it does not beat"
+    return (
+        f"Without any training the best approximation is {best}: it multiplies the perplexity by {factors[best]:,.2f}, "
+        f"the geometric mean over the texts. The window with its sinks, {verdict}, multiplies it by "
+        f"{factors[WINDOW]:,.2f}."
+    )
+
+
+def _mean_factor(factors: Sequence[float]) -> float:
+    return exp(sum(map(log, factors)) / len(factors)) if all(factor < inf for factor in factors) else inf
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """The whole page."""
+    names = list(dict.fromkeys(row.text for row in rows))
+    perplexities: dict[str, list[str]] = {}
+    costs: dict[str, list[str]] = {}
+    for method in dict.fromkeys(row.method for row in rows):
+        mine = [row for row in rows if row.method == method]
+        perplexities[method] = [f"{row.perplexity:,.1f}" for row in mine]
+        costs[method] = [f"{min(row.attention_seconds for row in mine):.2f} s",
+                         f"{min(row.seconds for row in mine):.2f} s",
+                         f"{max(row.peak_bytes for row in mine) / 2**20:,.0f} MiB"]  # fmt: skip
+    parts = [
+        f"# pretrained decoder, {results.today()}",
+        f"{results.machine()}, transformers {version('transformers')}, {PACKAGE} {version(PACKAGE)}",
+        "SmolLM2-135M-Instruct, weights of four bits widened to float32, trained with exact attention; nothing is "
+        f"trained here. Perplexity of {rows[0].length:,} tokens of each text with all 30 layers swapped at once.",
+        "## Perplexity",
+        grid("method", names, perplexities),
+        "## Time and memory of one text",
+        grid("method", ["attention, all layers", "whole pass", "peak memory"], costs),
+        "The best time over the texts, which are of one length; the most memory that a pass took beyond the model, the "
+        "logits of some hundred tokens included. What a pass before it left to the process counts as nothing.",
+        "## Conclusion",
+        conclusion(rows),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Swap the attention of SmolLM2 and write benchmarks/results/.")
+    parser.add_argument("--transcripts", type=Path, metavar="FILE", help="LJSpeech's metadata.csv, as one more text")
+    parser.add_argument("--length", type=int, default=LENGTH, metavar="N", help=f"tokens of each text ({LENGTH})")
+    parser.add_argument("--quick", action="store_true", help=f"one text of {SHORT} tokens")
+    options = parser.parse_args(arguments)
+
+    model, tokenizer = load()
+    found = texts(tokenizer, SHORT if options.quick else options.length, options.transcripts)
+    if not found:
+        parser.error(f"--length: no text has {options.length:,} tokens")
+    named = list(found.items())[:1] if options.quick else list(found.items())
+    rows = [row for name, tokens in named for row in measure(model, name, tokens)]
+    results.write_page("pretrained_decoder", markdown(rows), [finite(asdict(row)) for row in rows])
+
+
+if __name__ == "__main__":
+    main()
