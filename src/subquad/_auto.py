@@ -21,7 +21,8 @@ from subquad._error import Error, check_max_error
 
 if TYPE_CHECKING:
     from subquad._features import RandomFeatures, Taylor
-    from subquad._methods import Approximation, Named
+    from subquad._methods import Named
+    from subquad._multipole import Multipole
     from subquad._sample import Call
     from subquad._times import Shape
 
@@ -49,7 +50,8 @@ class Auto:
     check_rows: how many rows of each head are computed exactly to know how large the output is, and how wrong a method
         is where no bound tells. More rows make the decision surer and slower.
 
-    The candidates are `Taylor` of degree 1 to 4 and hyperbolic `RandomFeatures`. Where norms give a bound the promise
+    The candidates are `Taylor` of degree 1 to 4, hyperbolic `RandomFeatures`, and, where the native kernels compute it,
+    `Multipole`, for logits that no map around zero can serve. Where norms give a bound the promise
     is certain, rounding aside; where rows are sampled it is statistical, with a margin: rare rows that no norm tells
     apart can escape it. In a causal call the future can change which method is taken, never what a method computes.
 
@@ -112,6 +114,7 @@ def _exact(reason: str) -> Choice:
 
 
 def _chosen(call: "Call", training: bool, auto: Auto) -> Choice:
+    from subquad._multipole import Multipole
     from subquad._plan import describe
     from subquad._sample import MARGIN, exact_rows, method_rows, pick_rows
 
@@ -132,11 +135,16 @@ def _chosen(call: "Call", training: bool, auto: Auto) -> Choice:
     if not (isfinite(norm) and norm > 0):
         return _exact("the size of the output is not known well enough" if isfinite(norm) else "inputs are not finite")
     nearest = Error(None, "nothing")
-    for method in (m for plain in quicker for m in (plain, *([] if centre is None else [_shifted(plain, centre)]))):
+    candidates = []
+    for plain in quicker:
+        movable = centre is not None and not isinstance(plain, Multipole)
+        candidates += [plain, _shifted(plain, centre)] if movable else [plain]
+    for method in candidates:
         bound = _taylor_bound(method, call)
         found = Error(sqrt(bound / norm), "bound") if bound is not None else nearest
         # Where weights can be negative, a row that was not sampled can be off by any amount: there a bound is needed.
-        if not found.is_within(auto.max_error) and method.positive:
+        # Those of Multipole's blocks are positive, and their values off by a few deviations at most.
+        if not found.is_within(auto.max_error) and (isinstance(method, Multipole) or method.positive):
             difference, doubt = picked.total((method_rows(method, call, picked) - exact).square().sum(-1))
             found = Error(MARGIN * sqrt((difference + SIGMAS * doubt) / norm), "sample")
         if found.is_within(auto.max_error):
@@ -156,12 +164,14 @@ def _shape(call: "Call", training: bool) -> "Shape":
                  lay.rows // max(1, lay.key_heads), call.is_causal, training)  # fmt: skip
 
 
-def _quicker(query: Tensor, shape: "Shape", check_rows: int) -> "list[Taylor | RandomFeatures]":
+def _quicker(query: Tensor, shape: "Shape", check_rows: int) -> "list[Taylor | RandomFeatures | Multipole]":
     """Methods that should take less time than exact attention, the quickest first; the check of rows included."""
     from subquad._cache import cached
     from subquad._cost import cost
     from subquad._features import Exact, RandomFeatures
+    from subquad._multipole import Multipole
     from subquad._plan import taylor
+    from subquad.native._library import AVAILABLE
 
     machine = cached(query.device, query.dtype) or cached(query.device)
 
@@ -175,14 +185,16 @@ def _quicker(query: Tensor, shape: "Shape", check_rows: int) -> "list[Taylor | R
         *map(taylor, (1, 2, 3, 4)),
         *(RandomFeatures(count, "hyperbolic") for count in (64, 256, 1024)),
     ]
-    prices = {method: price(method) for method in maps if method.size(shape.head_dim) <= 4 * shape.key_length}
+    few = [method for method in maps if method.size(shape.head_dim) <= 4 * shape.key_length]
+    by_blocks = [Multipole()] if AVAILABLE and query.device.type == "cpu" and not shape.training else []
+    prices: dict[Taylor | RandomFeatures | Multipole, float] = {m: price(m) for m in (*few, *by_blocks)}
     return sorted((method for method, p in prices.items() if p < limit), key=lambda method: prices[method])
 
 
-def _shifted(method: "Taylor | RandomFeatures", centre: Any) -> "Taylor | RandomFeatures":
+def _shifted(method: Any, centre: Any) -> "Taylor | RandomFeatures":
     with warnings.catch_warnings():  # Odd degrees warn; they are taken by a bound alone.
         warnings.simplefilter("ignore", UserWarning)
-        return replace(method, key_shift=centre)
+        return replace(method, key_shift=centre)  # type: ignore[no-any-return]
 
 
 def _centre(call: "Call") -> Tensor:
@@ -194,7 +206,7 @@ def _centre(call: "Call") -> Tensor:
     return sums / counts.clamp(min=1)[:, None]
 
 
-def _taylor_bound(method: "Approximation", call: "Call") -> float | None:
+def _taylor_bound(method: object, call: "Call") -> float | None:
     """What the squared error over all rows cannot exceed, rounding aside; None where no bound is known."""
     from subquad._features import Taylor
     from subquad._methods import shifted

@@ -34,7 +34,7 @@ from subquad._recompute import _Recomputed
 from subquad.native import _multipole as native
 
 WIDEST = 4.0  # Variances beyond it say little: a few keys stand out, and a Gaussian does not know them.
-GROUPED = 512  # far blocks from which on there are groups
+GROUPED = 1024  # far blocks from which on there are groups
 LEAST = 16  # blocks of a group, at least
 OPENED = 16  # groups that a query opens
 ROUNDS = 2  # of subspace iteration
@@ -59,7 +59,7 @@ class Multipole:
     window: int = 64
     sinks: int = 4
     block: int = 8
-    top: int = 32
+    top: int = 48
     rank: int = 1
 
     def __post_init__(self) -> None:

@@ -7,6 +7,8 @@ Axes as in _multipole.py. Counted are the products of the native kernels; in the
 make, each is made again, and twice more for the gradients, and rows share the blocks that any of them chose.
 """
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -18,30 +20,43 @@ from subquad._multipole import Multipole
 def met(method: Multipole, layout: Layout, is_causal: bool) -> int:
     """Keys and pseudo-keys that all queries of a head meet."""
     n, m = layout.queries, layout.keys
-    if not is_causal:
-        return n * int(_met_by(method, torch.tensor([m]), False).sum())
-    both = min(n, m)
-    total = 0
-    for first in range(1, both + 1, STRETCH):
-        total += int(_met_by(method, torch.arange(first, min(both, first + STRETCH - 1) + 1), True).sum())
-    return total + (n - both) * int(_met_by(method, torch.tensor([m]), True).sum())
+    last = _read(method, m, is_causal)
+    return _read_up_to(method, min(n, m)) + max(0, n - m) * last if is_causal else n * last
 
 
-STRETCH = 1 << 20  # queries whose numbers are in memory at once
+def _read(method: Multipole, sees: int, is_causal: bool) -> int:
+    """By one query that sees so many keys."""
+    far = max(0, sees - method.sinks - (method.window if is_causal else 0)) // method.block
+    return sees - far * method.block + int(_chosen(method, torch.tensor([far])))
 
 
-def _met_by(method: Multipole, sees: Tensor, is_causal: bool) -> Tensor:
-    """By queries that see so many keys."""
-    far = multipole.far_blocks(method, sees, is_causal)
+def _read_up_to(method: Multipole, count: int) -> int:
+    """By queries that see 1, 2, ..., count keys. Of each number of far blocks, but for 0, there are `block` of them."""
+    alone = min(count, method.sinks + method.window + method.block - 1)  # without a far block
+    most, rest = divmod(count - alone, method.block)  # 1 .. most, and of the next number only some
+    chosen = _chosen_up_to(method, 1 << (most + 1).bit_length())
+    far = method.block * most * (most + 1) // 2 + rest * (most + 1)
+    read = method.block * int(chosen[most]) + rest * int(chosen[most + 1] - chosen[most])
+    return count * (count + 1) // 2 - method.block * far + read
+
+
+@lru_cache
+def _chosen_up_to(method: Multipole, most: int) -> Tensor:
+    """Summed over queries with 1, 2, ... far blocks, one of each; the first is 0."""
+    far = torch.arange(most + 1)
+    return torch.where(far > 0, _chosen(method, far), 0).cumsum(0)
+
+
+def _chosen(method: Multipole, far: Tensor) -> Tensor:
+    """What stands for so many far blocks: pseudo-keys that are looked at, and keys of the blocks that are read."""
     size = torch.ones_like(far)
     for each in multipole.sizes_of(int(far.max())):
-        size = torch.where(
-            far >= (multipole.GROUPED if each == multipole.LEAST else multipole.OPENED * each**2), each, size
-        )
+        from_here = multipole.GROUPED if each == multipole.LEAST else multipole.OPENED * each * each
+        size = torch.where(far >= from_here, each, size)
     groups = torch.where(size > 1, far // size, 0)
     blocks = torch.where(size > 1, groups.clamp(max=multipole.OPENED) * size + far % size, far)
-    keys = sees - far * method.block + blocks.clamp(max=method.top) * method.block
-    return keys + blocks * (1 + method.rank) + groups * (1 + 2 * method.rank)
+    read = blocks.clamp(max=method.top) * method.block
+    return read + blocks * (1 + method.rank) + groups * (1 + 2 * method.rank)
 
 
 def moments_flops(method: Multipole, layout: Layout) -> int:

@@ -93,6 +93,8 @@ def describe(method: Named) -> str:
             text = f"RandomFeatures({method.num_features}, {method.kind!r})"
         case Linear():
             text = f"Linear({method.activation!r})"
+        case Multipole() if method == Multipole():
+            text = "Multipole()"
         case _:
             text = str(method)
     return text + (", keys centred" if getattr(method, "key_shift", None) is not None else "")

@@ -13,6 +13,7 @@ METHODS: dict[str, tuple[Callable[..., Any], str | None, type]] = {
     "random": (subquad.RandomFeatures, "num_features", int),
     "linear": (subquad.Linear, "activation", str),
     "separable": (subquad.Separable, None, str),
+    "multipole": (subquad.Multipole, "top", int),
 }
 
 MOST_FEATURES = 1 << 16  # of a model that is trained

@@ -8,7 +8,7 @@ import torch
 
 import subquad
 from reference import weights
-from subquad import Exact, Linear, RandomFeatures, Taylor
+from subquad import Exact, Linear, Multipole, RandomFeatures, Taylor
 
 try:
     version("transformers")
@@ -21,7 +21,8 @@ from transformers.masking_utils import sdpa_mask
 from subquad.integrations.transformers import StateLayer, state_cache, use
 from tiny_models import LENGTH, WORDS, inputs, padding, prompt, real, tiny
 
-METHODS = {"taylor": Taylor(2), "random": RandomFeatures(32, seed=3), "elu": Linear("elu")}
+METHODS = {"taylor": Taylor(2), "random": RandomFeatures(32, seed=3), "elu": Linear("elu"),
+           "multipole": Multipole(window=3, sinks=1, block=2, top=1, rank=1)}  # fmt: skip
 EVERY = {"exact": Exact(), **METHODS}
 DECODERS = ["gpt2", "llama"]
 SIDES = [None, "left", "right"]

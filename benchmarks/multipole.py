@@ -1,0 +1,206 @@
+"""Multipole on what a trained decoder's layers really get: time and memory against SDPA, and error against work.
+
+    python benchmarks/multipole.py [--longest N] [--quick]
+
+Queries, keys and values come from some layers of SmolLM2 (`decoder.py`), which read texts of 8,192 tokens, its longest;
+what is longer is several of them, one after another. Causal, float32, all threads.
+
+    share    keys and pseudo-keys that a query meets, of those that exact attention meets
+    error    |out - exact| / |exact| over sampled rows of all heads
+
+Axes: h heads, n tokens, d width.
+"""
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from functools import partial
+from statistics import geometric_mean, mean
+from typing import Any
+
+import results
+import torch
+from decoder import capture, corpus, load
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+import subquad
+from subquad import Decoder, Multipole
+from subquad._layout import check_shapes
+from subquad._multipole_cost import met
+from subquad_lab.measure import Request, in_turn, measure
+
+LAYERS, PIECE = (3, 11, 19), 8192
+LENGTHS, CURVE = (1024, 2048, 4096, 8192, 16_384, 32_768, 65_536), 4096  # tokens
+SETTINGS = [replace(Multipole(), **changed) for changed in (
+    {}, {"top": 0}, {"top": 4}, {"top": 8}, {"top": 16}, {"top": 48}, {"top": 64}, {"rank": 0}, {"rank": 1},
+    {"rank": 4}, {"window": 32}, {"window": 128}, {"block": 8, "top": 32, "rank": 1},
+    {"block": 8, "top": 64, "rank": 1}, {"block": 32, "top": 8, "rank": 4}, {"block": 32, "top": 16, "rank": 4},
+    {"block": 64, "top": 4, "rank": 8},
+)]  # fmt: skip
+
+Inputs = tuple[Tensor, Tensor, Tensor]  # (1, 9, n, d), (1, 3, n, d), (1, 3, n, d)
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Mean over the layers, geometric for the factors; bytes above the inputs."""
+
+    length: int
+    sdpa_ms: float
+    multipole_ms: float
+    times_as_fast: float
+    error: float
+    sdpa_bytes: int
+    multipole_bytes: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """One token after so many."""
+
+    length: int
+    sdpa_us: float
+    multipole_us: float
+    times_as_fast: float
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Mean error over the layers."""
+
+    method: str
+    share: float
+    error: float
+
+
+def captured(longest: int) -> dict[int, Inputs]:
+    """Of each layer, `longest` tokens."""
+    model, tokenizer = load()
+    model.model.layers = model.model.layers[: max(LAYERS) + 1]  # What comes after them is not looked at.
+    tokens = corpus(tokenizer, longest)
+    pieces = []
+    for number, piece in enumerate(tokens.split(PIECE, 1)):
+        print(f"reading, {number * PIECE:,} of {longest:,} tokens", flush=True)
+        pieces.append(capture(model, piece, LAYERS))
+    joined = lambda layer, i: torch.cat([piece[layer][i] for piece in pieces], 2)
+    return {layer: (joined(layer, 0), joined(layer, 1), joined(layer, 2)) for layer in LAYERS}
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+def by(method: Multipole, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return subquad.attention(q, k, v, is_causal=True, enable_gqa=True, method=method)
+
+
+def error(method: Multipole, inputs: Inputs) -> float:
+    found = subquad.measure_error(method, *inputs, is_causal=True, enable_gqa=True, rows=64).relative
+    return float("nan") if found is None else found
+
+
+def memory(method: str, length: int) -> int:
+    """Of a fresh process, with as many heads; GQA aside, which would need less."""
+    return measure(Request(method, length, heads=9, width=64, repeats=1)).peak_bytes
+
+
+def timed(calls: dict[str, Callable[[], object]], rounds: int, at_most: float) -> tuple[float, float]:
+    times = in_turn(calls, rounds, 0.3, at_most)
+    return times["sdpa"], times["multipole"]
+
+
+@torch.no_grad()
+def speed(layers: dict[int, Inputs], length: int) -> Speed:
+    print(f"{length:,} tokens", flush=True)
+    times, errors = [], []
+    for whole in layers.values():
+        q, k, v = (x[:, :, :length].contiguous() for x in whole)
+        calls = {"sdpa": partial(sdpa, q, k, v), "multipole": partial(by, Multipole(), q, k, v)}
+        times.append(timed(calls, 3 if length < 20_000 else 1, 60.0))
+        errors.append(error(Multipole(), (q, k, v)))
+    exact, ours = (1e3 * mean(column) for column in zip(*times, strict=True))
+    factor = geometric_mean(a / b for a, b in times)
+    return Speed(length, exact, ours, factor, mean(errors), memory("exact", length), memory("multipole", length))
+
+
+@torch.no_grad()
+def step(layers: dict[int, Inputs], length: int) -> Step:
+    print(f"one token after {length:,}", flush=True)
+    times = []
+    for whole in layers.values():
+        q, k, v = (x[:, :, :length].contiguous() for x in whole)
+        _, state = subquad.attention(q, k, v, is_causal=True, enable_gqa=True, method=Multipole(), return_state=True)
+        token = [x[:, :, -1:].contiguous() for x in (q, k, v)]
+        exact = partial(scaled_dot_product_attention, token[0], k, v, enable_gqa=True)
+        times.append(timed({"sdpa": exact, "multipole": partial(Decoder(state, enable_gqa=True), *token)}, 20, 5.0))
+    exact_us, ours = (1e6 * mean(column) for column in zip(*times, strict=True))
+    return Step(length, exact_us, ours, geometric_mean(a / b for a, b in times))
+
+
+def share(method: Multipole, inputs: Inputs) -> float:
+    layout = check_shapes(*inputs, enable_gqa=True)
+    return met(method, layout, True) / (layout.queries * (layout.queries + 1) / 2)
+
+
+def curve(layers: dict[int, Inputs]) -> list[Setting]:
+    found = []
+    for method in SETTINGS:
+        print(method, flush=True)
+        parts = [tuple(x[:, :, :CURVE].contiguous() for x in whole) for whole in layers.values()]
+        found.append(Setting(str(method), share(method, parts[0]), mean(error(method, part) for part in parts)))
+    return found
+
+
+def drawn(settings: Sequence[Setting]) -> bytes:
+    from subquad_lab.plots import axes_of, svg
+
+    figure, (axes,) = axes_of(1)
+    axes.plot([x.share for x in settings], [x.error for x in settings], "o", color="0.6")
+    axes.plot([settings[0].share], [settings[0].error], "o", color="C3", label="the default")
+    pairs = zip(SETTINGS, settings, strict=True)
+    tops = sorted((x.share, x.error) for method, x in pairs if replace(method, top=Multipole().top) == Multipole())
+    axes.plot(*zip(*tops, strict=True), "-", color="0.6", label="more blocks read")
+    axes.set(xlabel="share of the work of exact attention", ylabel="relative error", ylim=(0, None), xlim=(0, None))
+    axes.legend()
+    return svg(figure)
+
+
+def cells(rows: Sequence[Any]) -> str:
+    """A Markdown table with a column for each field."""
+    names = [field.name for field in fields(rows[0])]
+    lines = [[name.replace("_", " ") for name in names], ["---:"] * len(names)]
+    for row in rows:
+        lines.append([f"{x:,}" if isinstance(x, int) else x if isinstance(x, str) else f"{x:.3g}" for x in
+                      (getattr(row, name) for name in names)])  # fmt: skip
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Measure Multipole on real activations and write benchmarks/results/.")
+    parser.add_argument("--longest", type=int, default=LENGTHS[-1], metavar="N", help="tokens (default: %(default)s)")
+    parser.add_argument("--quick", action="store_true", help="1,024 tokens only, and no curve")
+    options = parser.parse_args(arguments)
+    longest = LENGTHS[0] if options.quick else options.longest
+    layers = captured(longest)
+    lengths = [n for n in LENGTHS if n <= longest]
+    speeds = [speed(layers, n) for n in lengths]
+    steps = [step(layers, n) for n in lengths if n >= 4096 or options.quick]
+    settings = [] if options.quick else curve(layers)
+    parts = [
+        f"# multipole, {results.today()}",
+        f"{results.machine()}, {subquad.native.status()}",
+        f"{Multipole()} on layers {', '.join(map(str, LAYERS))} of SmolLM2-135M (9 heads of width 64, 3 key heads), "
+        "causal, float32; time is the best of several in turn, and a mean over the layers.",
+        "## Against SDPA", cells(speeds), "## One more token", cells(steps),
+    ]  # fmt: skip
+    if settings:
+        name = f"multipole_{results.today()}.svg"
+        (results.FOLDER / name).write_bytes(drawn(settings))
+        parts += [f"## Error against work, {CURVE:,} tokens", f"![error against work]({name})", cells(settings)]
+    rows = [{"table": type(x).__name__, **asdict(x)} for x in (*speeds, *steps, *settings)]
+    results.write_page("multipole", "\n\n".join(parts) + "\n", rows)
+
+
+if __name__ == "__main__":
+    main()
