@@ -56,11 +56,11 @@ class Multipole:
     True
     """
 
-    window: int = 64
+    window: int = 128
     sinks: int = 4
-    block: int = 8
-    top: int = 48
-    rank: int = 1
+    block: int = 16
+    top: int = 32
+    rank: int = 2
 
     def __post_init__(self) -> None:
         least = {"window": 1, "sinks": 0, "block": 2, "top": 0, "rank": 0}

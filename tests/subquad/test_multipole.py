@@ -271,7 +271,7 @@ def test_gradients_of_a_state() -> None:
 
 
 def test_short_sequences_are_exact() -> None:
-    q, k, v = (x[None].float() for x in inputs(68))
+    q, k, v = (x[None].float() for x in inputs(132))
     for method in (Multipole(), Multipole(top=1000)):
         found = attention(q, k, v, is_causal=True, enable_gqa=True, method=method)
         expected = attention(q, k, v, is_causal=True, enable_gqa=True, method=Exact())
