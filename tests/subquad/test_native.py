@@ -4,6 +4,7 @@ Most of what they promise is in the other files, whose forms include "fused"; he
 share a head, the two ways to compute (sums and pairs), instruction sets, strides, and the step in place.
 """
 
+import ctypes
 import json
 import os
 import subprocess
@@ -17,7 +18,7 @@ from torch import Tensor
 from calls import INF, METHODS, attended, normal_inputs, relative, with_gradients
 from subquad import Decoder, Linear, RandomFeatures, Separable, Taylor, attention, native
 from subquad._methods import kernel_of, recipe_of
-from subquad.native import _library
+from subquad.native import _library, _multipole
 
 pytestmark = pytest.mark.skipif(not native.status().available, reason=f"no kernels: {native.status().reason}")
 
@@ -321,12 +322,51 @@ def test_every_instruction_set_and_none_gives_the_same() -> None:
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
+TEAMS = """
+import ctypes, os, sys, threading, torch
+from subquad import Taylor, attention
+from subquad.native import _library, _multipole
+team = ctypes.CDLL(str(next(_library.Path(_library.__file__).parent.glob("_kernels*.so")))).subquad_use_team
+team.argtypes = [ctypes.c_void_p]
+torch.set_num_threads(3)
+q, k, v = torch.randn(3, 1, 3, 400, 16, generator=torch.Generator().manual_seed(0)).unbind()
+def call(): return attention(q, k, v, is_causal=True, method=Taylor(2))
+torch.randn(2000, 2000).exp()  # OpenMP has its threads now
+expected = call()
+found = []
+others = [threading.Thread(target=lambda: found.append(call())) for _ in range(3)]
+for thread in others: thread.start()
+for thread in others: thread.join()
+team(None)
+found.append(call())
+team(_library.team_of_torch())
+assert all(torch.equal(x, expected) for x in found) and len(found) == 4
+child = os.fork()
+if child == 0:
+    os._exit(0 if torch.equal(call(), expected) else 1)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.skipif("SUBQUAD_NATIVE" in os.environ, reason="another library than the installed one")
+@pytest.mark.parametrize("limit", ["1000", "1"], ids=["whole team", "smaller team"])
+def test_threads_of_torch_or_our_own_give_the_same_bits(limit) -> None:
+    """From several threads at once, where the team is smaller than asked for, and in a child that has none."""
+    environment = os.environ | {"OMP_THREAD_LIMIT": limit}
+    subprocess.run([sys.executable, "-c", TEAMS], env=environment, check=True, timeout=300)
+
+
 def test_a_library_that_cannot_be_used_is_not(tmp_path) -> None:
     for name, content in (("missing.so", None), ("empty.so", b""), ("other.so", b"not a library")):
         if content is not None:
             (tmp_path / name).write_bytes(content)
         status, _ = probed(SUBQUAD_NATIVE=str(tmp_path / name))
         assert status.startswith(f"torch ({name} cannot be used: "), status
+
+
+def test_a_call_of_multipole_has_the_size_that_the_library_takes_it_for() -> None:
+    file = next(_library.Path(_library.__file__).parent.glob("_kernels*.so"))
+    assert ctypes.CDLL(str(file)).subquad_multipole_size() == ctypes.sizeof(_multipole.Call)
 
 
 def test_a_call_is_what_the_library_takes_it_for() -> None:

@@ -94,8 +94,18 @@ def opened(file: Path) -> Library:
     for function in functions:
         function.argtypes, function.restype = [POINTER(Call)], c_int
     library.subquad_multipole.argtypes, library.subquad_multipole.restype = [c_void_p], c_int
+    library.subquad_use_team.argtypes, library.subquad_use_team.restype = [c_void_p], None
+    library.subquad_use_team(team_of_torch())
     forward, backward, step = functions
     return Library(forward, backward, step, library.subquad_multipole, library.subquad_instructions().decode())
+
+
+def team_of_torch() -> int | None:
+    """The function that starts a team of torch's OpenMP threads, where torch was built with GNU's and shows it."""
+    try:
+        return ctypes.cast(ctypes.CDLL(None).GOMP_parallel, c_void_p).value
+    except (OSError, AttributeError, TypeError):
+        return None
 
 
 FOUND = find()  # At the import, so that torch.compile meets a constant.

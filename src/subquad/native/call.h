@@ -64,6 +64,8 @@ SUBQUAD_PUBLIC int subquad_backward(const SubquadCall* call);
 SUBQUAD_PUBLIC int subquad_step(const SubquadCall* call);  // one token; `after` may be `before`; 2 where it is poisoned
 
 SUBQUAD_PUBLIC int subquad_multipole(const SubquadMultipole* call);
+// From now on by threads of the OpenMP whose GOMP_parallel this is; null: by threads of their own, as at the start.
+SUBQUAD_PUBLIC void subquad_use_team(void* gomp_parallel);
 
 SUBQUAD_PUBLIC const char* subquad_instructions(void);  // the set that was chosen
 SUBQUAD_PUBLIC int64_t subquad_call_size(void);         // so that a mirror of the call can be checked

@@ -1,7 +1,10 @@
-// Calls body(context, i) for i < threads, each in a thread of its own, and waits for all.
+// Calls body(context, i) for i < threads, side by side as far as there are threads, and waits for all. None may wait for
+// another, or throw.
 #pragma once
 
 #include <cstddef>
+
+#include "call.h"
 
 namespace subquad {
 
