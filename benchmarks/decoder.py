@@ -196,3 +196,21 @@ def _replaced(model: nn.Module, function: Callable[..., Tensor], layers: Collect
         yield
     finally:
         model.set_attn_implementation(before)
+
+
+def main() -> None:
+    """Perplexity before and after all layers attend by Multipole, through `use`."""
+    from subquad.integrations.transformers import use
+
+    model, tokenizer = load()
+    tokens = tokenizer(manual()[:40_000], return_tensors="pt").input_ids[:, :4096]
+    print(
+        f"exact: perplexity {perplexity(model, tokens):.2f} of {tokens.shape[1]:,} tokens of Python's manual",
+        flush=True,
+    )
+    use(model, "multipole")
+    print(f"multipole: perplexity {perplexity(model, tokens):.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -270,6 +270,20 @@ def test_gradients_of_a_state() -> None:
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
 
+def test_more_heads_than_a_tile_has_rows() -> None:
+    q, k, v = (x[None] for x in inputs(60, group=50))
+    found, expected = (attended(SMALL, q, k, v, form=form)[0] for form in ("fused", "dense"))
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_more_first_keys_than_there_are() -> None:
+    method = Multipole(window=3, sinks=100, block=4, top=2, rank=1)
+    for n in (1, 9, 70):
+        q, k, v = (x[None] for x in inputs(n))
+        expected = attention(q, k, v, is_causal=True, enable_gqa=True)
+        torch.testing.assert_close(attended(method, q, k, v)[0], expected, rtol=1e-9, atol=1e-9)
+
+
 def test_short_sequences_are_exact() -> None:
     q, k, v = (x[None].float() for x in inputs(132))
     for method in (Multipole(), Multipole(top=1000)):

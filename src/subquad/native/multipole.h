@@ -79,8 +79,9 @@ template <class T> class Multipole {
  public:
   // turned: the keys of all heads as columns, (b, d, padded keys), or null: those that are needed are turned one by one.
   Multipole(const SubquadMultipole& call, const T* turned, Size turned_row)
-      : call(call), d(call.width), e(padded<T>(call.values)), turned(turned), turned_row(turned_row), queries(TILE * d),
-        answers(TILE * e), panel(d * padded<T>(std::max(call.block, call.sinks))), score(0) {
+      : call(call), d(call.width), e(padded<T>(call.values)), turned(turned), turned_row(turned_row), room(std::max<Size>(TILE, call.group)),
+        sinks(std::min(call.sinks, call.keys)), queries(room * d), answers(room * e),
+        panel(d * padded<T>(std::max(call.block, sinks))), score(0) {
     const Size group = call.groups_count ? largest_group() : 0;
     const Size dense = std::max<Size>(call.grouped_from, 2 * group + TILE);
     leaf_room = padded<T>(std::min<Size>(call.blocks.count, dense)) + call.opened * group;
@@ -89,12 +90,12 @@ template <class T> class Multipole {
       units = std::max(units, padded<T>(call.groups[i].count));
       planes = std::max(planes, 1 + call.groups[i].rank);
     }
-    leaf = Buffer<T>((1 + call.blocks.rank) * TILE * leaf_room);
-    outer = Buffer<T>(planes * TILE * units);
+    leaf = Buffer<T>((1 + call.blocks.rank) * room * leaf_room);
+    outer = Buffer<T>(planes * room * units);
     score = Buffer<T>(std::max(leaf_room, units));
-    first = Buffer<T>(TILE * padded<T>(call.sinks));
+    first = Buffer<T>(room * padded<T>(sinks));
     chosen_row = call.top * padded<T>(call.block);
-    chosen = Buffer<T>(TILE * chosen_row);
+    chosen = Buffer<T>(room * chosen_row);
   }
 
   // Queries from `from` on, `count` of them, whose groups have the same size.
@@ -184,9 +185,9 @@ template <class T> class Multipole {
     // Keys that are read one by one: the first, the near ones, and those of the chosen blocks.
     const Size near_from = std::min<Size>(call.sinks + least * call.block, call.keys);
     const Size near_to = *std::max_element(sees, sees + count), nears = std::max<Size>(0, near_to - near_from);
-    const Size near_row = padded<T>(nears), first_row = padded<T>(call.sinks), block_row = padded<T>(call.block);
-    if (Size(near_room) < TILE * near_row) near = Buffer<T>(near_room = TILE * near_row);
-    if (call.sinks) exact(b, 0, call.sinks, rows, first, first_row);
+    const Size near_row = padded<T>(nears), first_row = padded<T>(sinks), block_row = padded<T>(call.block);
+    if (near_room < room * near_row) near = Buffer<T>(near_room = room * near_row);
+    if (sinks) exact(b, 0, sinks, rows, first, first_row);
     if (nears) exact(b, near_from, nears, rows, near, near_row);
     each_unit(chosen_blocks, [&](Size unit, Size shared, const Choice* who) {
       const T* a[SHARED];
@@ -203,7 +204,7 @@ template <class T> class Multipole {
     for (const Choice& x : chosen_blocks) choices[x.row] = std::max(choices[x.row], x.slot + 1);
     for (Size r = 0; r < rows; ++r) {
       const Size t = sees[r % count], begin = call.sinks + far[r % count] * call.block;
-      if (call.sinks) hide(first + r * first_row, 0, std::min<Size>(call.sinks, t), first_row);
+      hide(first + r * first_row, 0, std::min<Size>(sinks, t), first_row);
       if (nears) hide(near + r * near_row, std::min(begin, t) - near_from, t - near_from, near_row);
       for (Size i = 0; i < choices[r]; ++i) hide(chosen + r * chosen_row + i * block_row, 0, call.block, block_row);
       raise(r, first + r * first_row, first_row);
@@ -226,7 +227,7 @@ template <class T> class Multipole {
     const T* v = static_cast<const T*>(call.v) + b * call.v_batch;
     for (Size p = 0; wholes && p <= groups->rank; ++p)
       add_product<T>(rows, e, wholes, {outer + p * rows * outer_row, outer_row, 1}, values_of(*groups, b, p), e, answers, e);
-    if (call.sinks) add_product<T>(rows, e, std::min<Size>(call.sinks, call.keys), {first, first_row, 1}, v, e, answers, e);
+    if (sinks) add_product<T>(rows, e, sinks, {first, first_row, 1}, v, e, answers, e);
     for (Size p = 0; p <= call.blocks.rank; ++p) {
       each_unit(opened, [&](Size unit, Size shared, const Choice* who) {
         const T* a[SHARED];
@@ -376,14 +377,14 @@ template <class T> class Multipole {
       row = turned_row;
       return turned + b * d * turned_row + from;
     }
-    row = padded<T>(std::max(call.block, call.sinks));
+    row = padded<T>(std::max(call.block, sinks));
     const T* k = static_cast<const T*>(call.k) + b * call.k_batch + from * d;
     for (Size t = 0; t < count; ++t)
       for (Size i = 0; i < d; ++i) panel[i * row + t] = k[t * d + i];
     return panel;
   }
   void exact(Size b, Size from, Size count, Size rows, T* to, Size row) {
-    const Size most = turned ? count : padded<T>(std::max(call.block, call.sinks));
+    const Size most = turned ? count : padded<T>(std::max(call.block, sinks));
     for (Size j = 0; j < count; j += most) {
       Size column;
       const Size few = std::min(most, count - j);
@@ -420,7 +421,7 @@ template <class T> class Multipole {
   const SubquadMultipole& call;
   const Size d, e;
   const T* turned;
-  const Size turned_row;
+  const Size turned_row, room, sinks;  // room for rows: a query has at least those of its group
   Buffer<T> queries, answers, panel, leaf, outer, score, first, near, chosen;
   Size leaf_room = 0, near_room = 0, chosen_row = 0;
   std::vector<T> top;
