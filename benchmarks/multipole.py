@@ -12,6 +12,8 @@ Axes: h heads, n tokens, d width.
 """
 
 import argparse
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
@@ -28,7 +30,7 @@ import subquad
 from subquad import Decoder, Multipole
 from subquad._layout import check_shapes
 from subquad._multipole_cost import met
-from subquad_lab.measure import Request, in_turn, measure
+from subquad_lab.measure import in_turn
 
 LAYERS, PIECE = (3, 11, 19), 8192
 LENGTHS, CURVE = (1024, 2048, 4096, 8192, 16_384, 32_768, 65_536), 4096  # tokens
@@ -51,7 +53,6 @@ class Speed:
     multipole_ms: float
     times_as_fast: float
     error: float
-    sdpa_bytes: int
     multipole_bytes: int
 
 
@@ -100,9 +101,19 @@ def error(method: Multipole, inputs: Inputs) -> float:
     return float("nan") if found is None else found
 
 
-def memory(method: str, length: int) -> int:
-    """Of a fresh process, with as many heads; GQA aside, which would need less."""
-    return measure(Request(method, length, heads=9, width=64, repeats=1)).peak_bytes
+MEMORY = """
+import sys, torch, subquad
+from subquad_lab.measure import peak_bytes
+q, k, v = (torch.randn(1, heads, int(sys.argv[1]), 64) for heads in (9, 3, 3))
+with torch.no_grad():
+    print(peak_bytes(lambda: subquad.attention(q, k, v, is_causal=True, enable_gqa=True, method="multipole")))
+"""
+
+
+def memory(length: int) -> int:
+    """Bytes above the inputs, in a process that has touched no other memory."""
+    command = [sys.executable, "-c", MEMORY, str(length)]
+    return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
 def timed(calls: dict[str, Callable[[], object]], rounds: int, at_most: float) -> tuple[float, float]:
@@ -112,7 +123,6 @@ def timed(calls: dict[str, Callable[[], object]], rounds: int, at_most: float) -
 
 @torch.no_grad()
 def speed(layers: dict[int, Inputs], length: int) -> Speed:
-    print(f"{length:,} tokens", flush=True)
     times, errors = [], []
     for whole in layers.values():
         q, k, v = (x[:, :, :length].contiguous() for x in whole)
@@ -121,12 +131,13 @@ def speed(layers: dict[int, Inputs], length: int) -> Speed:
         errors.append(error(Multipole(), (q, k, v)))
     exact, ours = (1e3 * mean(column) for column in zip(*times, strict=True))
     factor = geometric_mean(a / b for a, b in times)
-    return Speed(length, exact, ours, factor, mean(errors), memory("exact", length), memory("multipole", length))
+    found = Speed(length, exact, ours, factor, mean(errors), memory(length))
+    print(found, flush=True)
+    return found
 
 
 @torch.no_grad()
 def step(layers: dict[int, Inputs], length: int) -> Step:
-    print(f"one token after {length:,}", flush=True)
     times = []
     for whole in layers.values():
         q, k, v = (x[:, :, :length].contiguous() for x in whole)
@@ -135,7 +146,9 @@ def step(layers: dict[int, Inputs], length: int) -> Step:
         exact = partial(scaled_dot_product_attention, token[0], k, v, enable_gqa=True)
         times.append(timed({"sdpa": exact, "multipole": partial(Decoder(state, enable_gqa=True), *token)}, 20, 5.0))
     exact_us, ours = (1e6 * mean(column) for column in zip(*times, strict=True))
-    return Step(length, exact_us, ours, geometric_mean(a / b for a, b in times))
+    found = Step(length, exact_us, ours, geometric_mean(a / b for a, b in times))
+    print(found, flush=True)
+    return found
 
 
 def share(method: Multipole, inputs: Inputs) -> float:
