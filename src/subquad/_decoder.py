@@ -8,7 +8,7 @@ Here the sums stay where they are, and all that does not change from token to to
 
 import ctypes
 from dataclasses import replace
-from math import copysign, prod, sqrt
+from math import prod, sqrt
 from typing import cast
 
 import torch
@@ -19,7 +19,8 @@ from subquad._features import Linear, RandomFeatures, Taylor
 from subquad._methods import Method, kernel_of, recipe_of
 from subquad._state import State
 from subquad.native import _fused as native
-from subquad.native._library import FOUND, Call, pointer, strided
+from subquad.native._library import FOUND, Call, pointer
+from subquad.native._operators import filled
 
 NO_MEMORY, POISONED = 1, 2  # what the kernel answers; the second where a number was not finite
 
@@ -104,25 +105,18 @@ class Decoder:
             return None
         # The kernels have a feature beside the next: sums become (..., e + 1, r), seen the other way round.
         sums = state.sums.mT.clone(memory_format=torch.contiguous_format)
-        scale = 1 / sqrt(d) if self._scale is None else self._scale
-        kernel, _, _ = kernel_of(method, q, k, scale)
-        table = None if kernel.table is None else kernel.table.contiguous()
-        turned = native.turned(recipe, table)
+        kernel, _, _ = kernel_of(method, q, k, 1 / sqrt(d) if self._scale is None else self._scale)
         log_scale = None if state.log_scale is None else state.log_scale.clone(memory_format=torch.contiguous_format)
         poison = state.poison.clone(memory_format=torch.contiguous_format)
         self._poison = sums.new_empty(rows, group)
-        normalizer = torch.empty_like(self._poison)
+        self._normalizer = torch.empty_like(self._poison)  # Nobody reads it; it lives as long as the call.
         self._state = replace(state, sums=sums.mT, poison=poison, log_scale=log_scale)
-        self._kept = (table, turned, normalizer)  # live as long as the call that points to them
-        root = sqrt(abs(scale))
-        call = Call(
-            map=recipe.map, degree=recipe.degree, wide=q.dtype == torch.float64, threads=torch.get_num_threads(),
-            causal=1, normalized=getattr(kernel, "normalized", True), batch=rows, group=group, queries=1, keys=1,
-            query_width=d, key_width=d, values=e, features=sums.shape[-1], query_scale=copysign(root, scale),
-            key_scale=root, q=strided(q), k=strided(k), v=strided(v), table=pointer(table), turned=pointer(turned),
-            before=sums.data_ptr(), before_poison=poison.data_ptr(), before_scale=pointer(log_scale),
-            after=sums.data_ptr(), after_poison=poison.data_ptr(), after_scale=pointer(log_scale),
-            poison=self._poison.data_ptr(), normalizer=normalizer.data_ptr(),
+        tensors = (q, k, v, None, kernel.table, native.turned(recipe, kernel.table), sums, poison, log_scale)
+        normalized = getattr(kernel, "normalized", True)
+        numbers = (*recipe, sums.shape[-1], *kernel.root_scale, True, normalized, 0)
+        call = filled(
+            tensors, numbers, after=sums.data_ptr(), after_poison=poison.data_ptr(), after_scale=pointer(log_scale),
+            poison=self._poison.data_ptr(), normalizer=self._normalizer.data_ptr(),
         )  # fmt: skip
         library = FOUND.library
         assert library is not None  # or the kernels would not serve

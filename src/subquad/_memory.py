@@ -51,8 +51,7 @@ def fused_bytes(method: Approximation, layout: Layout, training: bool, dtype: to
     # Threads that share heads, as in native/kernels.h, have a share of the result each.
     shared = layout.rows % threads != 0 and layout.rows < 4 * threads
     if isinstance(method, Separable):  # They share none, and have all features of their head, as in native/separable.h.
-        of_head = (2 + layout.group + (1 + layout.group) * training) * layout.keys * r
-        sums += min(threads, layout.rows) * of_head
+        sums += min(threads, layout.rows) * (1 + layout.group + training) * layout.keys * r
     elif shared:
         sums += max(threads * rows * (layout.value_width + 1), (threads - 1) * inputs * training)
     forward = wide * (outputs + 2 * rows) + (number * outputs if number < wide else 0)

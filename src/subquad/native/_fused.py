@@ -1,12 +1,12 @@
 """Which calls the kernels serve, and how the forms call them: the one place of that choice."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from subquad.native import _library, _operators  # noqa: F401  (defines the operators)
+from subquad.native import _library, _operators
 from subquad.native._library import HYPERBOLIC, POSITIVE, SEPARABLE, TAYLOR, TYPES
 
 DEGREES = range(1, 5)
@@ -58,6 +58,17 @@ def _recorded() -> bool:
     return torch._C._get_tracing_state() is not None or torch._C._len_torch_dispatch_stack() > 0
 
 
+def _forward(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> list[Tensor]:
+    """By the operator; or by what it does, where nobody asks for a derivative or looks on: a third of a short call's
+    time in Python is the operator's."""
+    plain = all(type(x) in (Tensor, nn.Parameter) for x in (q, k, v))
+    learned = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    if learned or not plain or torch.compiler.is_compiling() or _recorded():
+        found: list[Tensor] = torch.ops.subquad.forward(q, k, v, *others)
+        return found
+    return _operators.forward(q, k, v, *others)
+
+
 def fused(
     recipe: Recipe, roots: tuple[float, float], table: Tensor | None, features: int, normalized: bool, q: Tensor,
     k: Tensor, v: Tensor, keep: Tensor | None, before: tuple[Tensor, Tensor, Tensor | None] | None, is_causal: bool,
@@ -65,20 +76,23 @@ def fused(
 ) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor | None] | None]:  # fmt: skip
     """(b, g, n, e), and values (b, r, e + 1), poison (b,) and log-scale (b, 1) of the sums of all keys, if wanted."""
     sums = (None, None, None) if before is None else (before[0].mT, *before[1:])
-    output, _, poison, values, told, log_scale = torch.ops.subquad.forward(
+    output, _, poison, *found = _forward(
         q, k, v, keep, table, turned(recipe, table), *sums, *recipe, features, *roots, is_causal, normalized, chunk,
         want_sums,
     )  # fmt: skip
     output = _poisoned(output, poison).to(q.dtype)
-    return output, (values.mT, told, log_scale if log_scale.numel() else None) if want_sums else None
+    if not want_sums:
+        return output, None
+    values, told, log_scale = found
+    return output, (values.mT, told, log_scale if log_scale.numel() else None)
 
 
 def separable(
     roots: tuple[float, float], q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, chunk: int
 ) -> tuple[Tensor, Tensor | None]:
     """Causal: (b, g, n, e), and (b, g, n), True in the rows that are left to torch, if there are any."""
-    arguments = (q, k, v, keep, *[None] * 5, *Recipe(SEPARABLE), q.shape[-1], *roots, True, True, chunk, False)
-    output, done, poison, *_ = torch.ops.subquad.forward(*arguments)
+    numbers = (*Recipe(SEPARABLE), q.shape[-1], *roots, True, True, chunk)
+    output, done, poison = _forward(q, k, v, keep, *[None] * 5, *numbers, False)
     return _poisoned(output, poison).to(q.dtype), None if bool(done.all()) else done == 0
 
 

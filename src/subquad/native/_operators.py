@@ -57,7 +57,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 def forward(*arguments: Any) -> list[Tensor]:
     made = forward_shapes(*arguments)
     names = ("output", "normalizer", "poison", "after", "after_poison", "after_scale")
-    written = {name: x.data_ptr() for name, x in zip(names, made, strict=True) if x.numel()}
+    written = {name: x.data_ptr() for name, x in zip(names, made, strict=False) if x.numel()}
     run("forward", filled(arguments[:TENSORS], arguments[TENSORS:-1], **written))
     return made
 
@@ -65,7 +65,7 @@ def forward(*arguments: Any) -> list[Tensor]:
 def forward_shapes(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> list[Tensor]:
     map, _, features, *_, want_sums = others[TENSORS - 3 :]
     b, g, n, e = *q.shape[:3], v.shape[2]
-    sums = [(b, e + 1, features), (b,), (b, 1 if map in SCALED else 0)] if want_sums else [(0,), (0,), (0,)]
+    sums = [(b, e + 1, features), (b,), (b, 1 if map in SCALED else 0)] if want_sums else []
     return [q.new_empty(shape, dtype=wide(q.dtype)) for shape in [(b, g, n, e), (b, g, n), (b, g, n), *sums]]
 
 

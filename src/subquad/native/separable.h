@@ -22,10 +22,9 @@ constexpr double LARGEST = 32, LARGEST_VALUE = 1e18;
 template <class T> class Separable {
  public:
   Separable(const SubquadCall& call, Size tokens, bool differentiated)
-      : call(call), n(call.keys), c(call.key_width), row(padded<T>(c)), features(n * row), inverses(n * row),
-        shares(call.group * n * row), poison(call.group * n), token(row), value(padded<T>(call.values)), sums(row),
-        feature_grads(differentiated ? n * c : 0), share_grads(differentiated ? call.group * n * c : 0),
-        given(as_features()), shape(Shape::of<T>(given, tokens, 1)), scan(shape, 0, 1, differentiated) {}
+      : call(call), n(call.keys), c(call.key_width), row(padded<T>(c)), kept(differentiated ? n : 1),
+        features(n * row), inverses(kept * row), shares(call.group * n * row), poison(call.group * n), token(row),
+        value(padded<T>(call.values)), sums(row), given(as_features()), shape(Shape::of<T>(given, tokens, 1)), scan(shape, 0, 1, differentiated) {}
 
   void forward(Size b) {
     make(b);
@@ -36,10 +35,10 @@ template <class T> class Separable {
     }
   }
 
-  // Writes the gradients (g, n, d), (m, d) and (m, e) of one head.
+  // Writes the gradients (g, n, d), (m, d) and (m, e) of one head; those of shares and features in the same place first.
   void backward(Size b, T* q_grad, T* k_grad, T* v_grad) {
     make(b);
-    scan.backward(b, share_grads, feature_grads, v_grad);
+    scan.backward(b, q_grad, k_grad, v_grad);
     std::fill(sums + 0, sums + row, 0.0);  // of p dp / Z, over the rows from the last one on
     for (Size t = n - 1; t >= 0; --t) {
       for (Size g = 0; g < call.group; ++g) descend_to_query(b, g, t, q_grad + (g * n + t) * c);
@@ -50,11 +49,11 @@ template <class T> class Separable {
  private:
   const SubquadCall& call;
   const Size n, c, row;                  // tokens; features; the same, padded
-  Buffer<T> features, inverses, shares;  // f (n, row), 1/Z (n, row) and share (g, n, row)
+  const Size kept;                       // tokens whose 1/Z are kept: all, or the last
+  Buffer<T> features, inverses, shares;  // f (n, row), 1/Z (kept, row) and share (g, n, row)
   Buffer<T> poison;                      // (g, n): of the queries, and of the keys that they see
   Buffer<T> token, value;                // of one token, scaled
   Buffer<double> sums;                   // as long as the sequence, and so in float64
-  Buffer<T> feature_grads, share_grads;  // (n, c) and (g, n, c)
   Size end = 0;                          // of the rows that are not left to torch
   const SubquadCall given;               // the scan, for any head: all of them find their features at the same place
   const Shape shape;
@@ -78,7 +77,7 @@ template <class T> class Separable {
     T told = 0;
     end = n;
     for (Size t = 0; t < n; ++t) {
-      T *feature = features + t * row, *inverse = inverses + t * row;
+      T *feature = features + t * row, *inverse = inverses + t % kept * row;
       if (hidden(b, t) || t >= end || !fits(b, t, told)) {
         std::fill(feature, feature + row, T(0));
       } else {
@@ -135,24 +134,26 @@ template <class T> class Separable {
     for (Size i = 0; i < row; i += lanes<T>) store(share + i, load(share + i) * inverse);
   }
 
-  void descend_to_query(Size b, Size g, Size t, T* to) {
-    const T *grad = share_grads + (g * n + t) * c, *inverse = inverses + t * row;
+  // `grad` of share, and then of q.
+  void descend_to_query(Size b, Size g, Size t, T* grad) {
+    const T* inverse = inverses + t * row;
     T total = 0, sick = 0;
     soften(b, g, t, token, &sick);
-    for (Size i = 0; i < c; ++i) to[i] = grad[i] * inverse[i];  // Rounded now: a softmax that is all 1 has no gradient.
+    for (Size i = 0; i < c; ++i) grad[i] *= inverse[i];  // Rounded now: a softmax that is all 1 has no gradient.
     for (Size i = 0; i < c; ++i) {
-      total += token[i] * to[i];
-      sums[i] += token[i] * to[i] * inverse[i];
+      total += token[i] * grad[i];
+      sums[i] += token[i] * grad[i] * inverse[i];
     }
-    for (Size i = 0; i < c; ++i) to[i] = T(call.query_scale) * token[i] * (to[i] - total);
-    if (sick != sick) forget_sick(call.q, b, g, t, T(call.query_scale), to);
+    for (Size i = 0; i < c; ++i) grad[i] = T(call.query_scale) * token[i] * (grad[i] - total);
+    if (sick != sick) forget_sick(call.q, b, g, t, T(call.query_scale), grad);
   }
 
-  void descend_to_key(Size b, Size t, T* to) {
-    const T *feature = features + t * row, *grad = feature_grads + t * c;
+  // `grad` of f, and then of k.
+  void descend_to_key(Size b, Size t, T* grad) {
+    const T* feature = features + t * row;
     for (Size i = 0; i < c; ++i)  // A hidden key has no features, and no gradient, whatever is not finite behind it.
-      to[i] = feature[i] == 0 ? T(0) : T(call.key_scale) * feature[i] * T(grad[i] - sums[i]);
-    forget_sick(call.k, b, 0, t, T(call.key_scale), to);
+      grad[i] = feature[i] == 0 ? T(0) : T(call.key_scale) * feature[i] * T(grad[i] - sums[i]);
+    forget_sick(call.k, b, 0, t, T(call.key_scale), grad);
   }
 
   // 0 where the number was not finite.
