@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from subquad._state import State
-from subquad.native._library import WHOLE
 
 
 @dataclass(frozen=True)
@@ -133,7 +132,7 @@ def check_state(state: State | None, method: object, layout: Layout, segments: b
         expected = (*lead, layout.width, layout.value_width)
         found_dtype, wide = state.keys.dtype, dtype
         if state.filled is not None:  # Multipole's are wide, and its values have rows of whole vectors.
-            expected = (*lead, layout.width, layout.value_width + -layout.value_width % WHOLE)
+            found = (*found[:-1], state.value_width or 0)
             wide = torch.promote_types(dtype, torch.float32)
     if found != expected or found_dtype != wide:
         raise ValueError(f"state: expected {expected} in {wide} for these inputs, got {found} in {found_dtype}")

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from subquad._kernel import _cleaned
 from subquad._recompute import _Recomputed
 from subquad.native import _multipole as native
 
@@ -40,6 +41,7 @@ OPENED = 16  # groups that a query opens
 ROUNDS = 2  # of subspace iteration
 TILE = 64  # queries whose weights are made at once
 NEVER = float("-inf")
+MOST = 1 << 31  # of a setting
 
 
 @dataclass(frozen=True)
@@ -66,8 +68,10 @@ class Multipole:
         least = {"window": 1, "sinks": 0, "block": 2, "top": 0, "rank": 0}
         for field in fields(self):
             value = getattr(self, field.name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least[field.name]:
-                raise ValueError(f"{field.name}: expected a whole number from {least[field.name]} on, got {value!r}")
+            if not isinstance(value, int) or isinstance(value, bool) or not least[field.name] <= value <= MOST:
+                raise ValueError(
+                    f"{field.name}: expected a whole number from {least[field.name]} to {MOST}, got {value!r}"
+                )
         if self.rank >= self.block:
             raise ValueError(f"rank: {self.block} keys of a block span fewer than {self.block} directions around their "
                              f"centre, got {self.rank}")  # fmt: skip
@@ -142,14 +146,15 @@ def moments(k: Tensor, v: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     """Of units (p, n, d) and their values (p, n, e): (p, 1 + r, d), (p, r (r + 1) / 2), (p, 1 + r, e)."""
     centre, mean = k.mean(1, keepdim=True), v.mean(1, keepdim=True)
     if rank == 0:
-        return centre, k.new_zeros(len(k), 0), mean
+        return _cleaned(centre), k.new_zeros(len(k), 0), _cleaned(mean)
     offsets = k - centre
     directions = main_directions(offsets.detach(), rank)  # constants in the backward
     places = offsets @ directions.mT  # (p, n, r)
     second, cross = places.mT @ places / k.shape[1], places.mT @ v / k.shape[1]
     rows, columns = torch.triu_indices(rank, rank, device=k.device)
     spread = second[:, rows, columns] * torch.where(rows == columns, 1.0, 2.0)
-    return torch.cat([centre, directions], 1), spread, torch.cat([mean, cross], 1)
+    # What overflows must not meet a weight of 0: rows that do not see the unit would be NaN.
+    return _cleaned(torch.cat([centre, directions], 1)), _cleaned(spread), _cleaned(torch.cat([mean, cross], 1))
 
 
 def grown(units: Units | None, method: Multipole, size: int, k: Tensor, v: Tensor, old: Tensor, new: Tensor) -> Units:

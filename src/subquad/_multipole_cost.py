@@ -27,7 +27,7 @@ def met(method: Multipole, layout: Layout, is_causal: bool) -> int:
 def _read(method: Multipole, sees: int, is_causal: bool) -> int:
     """By one query that sees so many keys."""
     far = max(0, sees - method.sinks - (method.window if is_causal else 0)) // method.block
-    return sees - far * method.block + int(_chosen(method, torch.tensor([far])))
+    return sees - far * method.block + int(_chosen(method, torch.tensor([far], device="cpu")))
 
 
 def _read_up_to(method: Multipole, count: int) -> int:
@@ -43,7 +43,7 @@ def _read_up_to(method: Multipole, count: int) -> int:
 @lru_cache
 def _chosen_up_to(method: Multipole, most: int) -> Tensor:
     """Summed over queries with 1, 2, ... far blocks, one of each; the first is 0."""
-    far = torch.arange(most + 1)
+    far = torch.arange(most + 1, device="cpu")
     return torch.where(far > 0, _chosen(method, far), 0).cumsum(0)
 
 

@@ -45,23 +45,25 @@ def multipole_attention(
     q = _cleaned(q)
     v = F.pad(v, (0, -width % WHOLE))
     before = None if state is None or state.keys is None else _folded(state, layout)
+    given = (q, k, v) if before is None else (q, k, v, before.keys, before.values)
+    recorded = torch.is_grad_enabled() and any(x.requires_grad for x in given)
     if runs is None:
-        output, memory = _in_order(method, q, k, v, keep, before, is_causal, return_state, twin)
+        output, memory = _in_order(method, q, k, v, keep, before, is_causal, return_state, twin, recorded)
     else:
-        output, memory = _in_segments(method, q, k, v, keep, runs, before, is_causal, return_state, twin)
+        output, memory = _in_segments(method, q, k, v, keep, runs, before, is_causal, return_state, twin, recorded)
     output = output[..., :width] + poison[..., None]
     if not return_state:
         return output, None
-    return output, _unfolded(memory, method, layout, last_segment)
+    return output, _unfolded(memory, method, layout, last_segment, width)
 
 
 def _in_order(
     method: Multipole, q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, before: Memory | None, is_causal: bool,
-    growing: bool, twin: bool,
+    growing: bool, twin: bool, recorded: bool,
 ) -> tuple[Tensor, Memory]:  # fmt: skip
     """Queries and keys of one sequence a row, and what is remembered then."""
     b, n, m = q.shape[0], q.shape[2], k.shape[1]
-    memory, told = appended(method, before, k, v, keep, growing)
+    memory, told = appended(method, before, k, v, keep, growing, recorded)
     count = torch.ones(b, m, dtype=torch.int64, device=k.device) if keep is None else keep.long()
     old = torch.zeros_like(memory.filled) if before is None else before.filled
     if is_causal:  # The last of the new keys that a query sees; without a state, row i has key i.
@@ -79,11 +81,11 @@ def _in_order(
 
 
 def appended(
-    method: Multipole, before: Memory | None, k: Tensor, v: Tensor, keep: Tensor | None, growing: bool
+    method: Multipole, before: Memory | None, k: Tensor, v: Tensor, keep: Tensor | None, growing: bool, recorded: bool
 ) -> tuple[Memory, Tensor]:
     """The memory with new keys, and (b, m): NaN where one of them is not finite and may be seen, else 0.
 
-    growing: room is left for those that will come.
+    growing: room is left for those that will come. recorded: somebody will differentiate, so nothing may be written to.
     """
     told = _poison(k) + _poison(v)
     told = told if keep is None else torch.where(keep, told, 0.0)
@@ -91,17 +93,15 @@ def appended(
     b, m, _ = k.shape
     length = m + (0 if before is None else before.length)
     old = torch.zeros(b, dtype=torch.int64, device=k.device) if before is None else before.filled
-    given = [k, v] if before is None else [k, v, before.keys, before.values]
-    learned = torch.is_grad_enabled() and any(x.requires_grad for x in given)
     levels: tuple[Units | None, ...] = ()
-    claim = Claim(length)
+    claim = None if recorded else Claim(length)
     if before is None and keep is None and not growing:
         keys, values, filled = k.contiguous(), v.contiguous(), old + m
     else:
         filled = old + (m if keep is None else keep.sum(1))
-        mine = before is not None and before.claim is not None and before.claim.length == before.length
-        if before is not None and mine and not learned and before.keys.shape[1] >= length:
-            keys, values, levels, claim = before.keys, before.values, before.levels, before.claim  # type: ignore[assignment]
+        if before is not None and growing and not recorded and _may_write(before) and before.keys.shape[1] >= length:
+            keys, values, levels, claim = before.keys, before.values, before.levels, before.claim
+            assert claim is not None
             claim.length = length
         else:
             room = length + length // 2 + 64 if growing else length
@@ -109,7 +109,7 @@ def appended(
             if before is not None:
                 there = min(before.length, before.keys.shape[1])
                 keys[:, :there], values[:, :there] = before.keys[:, :there], before.values[:, :there]
-                if not learned:
+                if not recorded:
                     levels = tuple(Units(x.size, *(y.clone() for y in x[1:])) for x in before.levels)
         head = torch.arange(b, device=k.device)[:, None]
         if keep is None:
@@ -130,16 +130,24 @@ def appended(
     return Memory(length, keys, values, filled, sick, tuple(found), claim), told
 
 
+def _may_write(memory: Memory) -> bool:
+    """Whether nobody has gone on from here, and nothing stands between us and the tensors."""
+    if memory.claim is None or memory.claim.length != memory.length:
+        return False
+    wrapped = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    return not wrapped and (torch.is_inference_mode_enabled() or not memory.keys.is_inference())
+
+
 def _in_segments(
     method: Multipole, q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, runs: Tensor, before: Memory | None,
-    is_causal: bool, growing: bool, twin: bool,
+    is_causal: bool, growing: bool, twin: bool, recorded: bool,
 ) -> tuple[Tensor, Memory]:  # fmt: skip
     """Each segment is a sequence of its own; those of about the same length are computed together."""
     b, m = runs.shape
     keep = torch.ones_like(runs, dtype=torch.bool) if keep is None else keep
     output = q.new_zeros(*q.shape[:3], v.shape[-1])
     if before is not None:  # Run 0 goes on from it.
-        own, _ = _in_order(method, q, k, v, keep & (runs == 0), before, is_causal, False, twin)
+        own, _ = _in_order(method, q, k, v, keep & (runs == 0), before, is_causal, False, twin, recorded)
         output = torch.where((runs == 0)[:, None, :, None], own, output)
     # (p,): head, first token and length of each segment
     marks = runs + torch.arange(b, device=k.device)[:, None] * (m + 1)
@@ -154,8 +162,10 @@ def _in_segments(
         h, f, size = head[alike, None], first[alike, None], lengths[alike, None]
         offset = torch.arange(int(size.max()), device=k.device)
         token, inside = (f + offset).clamp(max=m - 1), offset < size  # (p, l)
-        own, _ = _in_order(method, q[h[:, 0]].gather(2, token[:, None, :, None].expand(-1, q.shape[1], -1, q.shape[3])),
-                           k[h, token], v[h, token], keep[h, token] & inside, None, is_causal, False, twin)  # fmt: skip
+        own_q, own_keep = q.transpose(1, 2)[h, token].transpose(1, 2), keep[h, token] & inside
+        own, _ = _in_order(
+            method, own_q, k[h, token], v[h, token], own_keep, None, is_causal, False, twin, recorded
+        )  # fmt: skip
         part, place = inside.nonzero(as_tuple=True)
         rows = own[part, :, place]  # (tokens, g, e)
         output = output.transpose(1, 2).index_put((h[part, 0], token[part, place]), rows).transpose(1, 2)
@@ -165,9 +175,9 @@ def _in_segments(
             goes_on = last[:, 0] == 0
             before = Memory(before.length, before.keys, before.values, torch.where(goes_on, before.filled, 0),
                             torch.where(goes_on, before.poison, 0.0))  # fmt: skip
-        memory, _ = appended(method, before, k, v, keep & (runs == last) if m else keep, True)
+        memory, _ = appended(method, before, k, v, keep & (runs == last) if m else keep, True, recorded)
     else:
-        memory, _ = appended(method, before, k[:, :0], v[:, :0], None, False)
+        memory, _ = appended(method, before, k[:, :0], v[:, :0], None, False, recorded)
     return output, memory
 
 
@@ -182,10 +192,11 @@ def _folded(state: State, layout: Layout) -> Memory:
                   state.claim)  # fmt: skip
 
 
-def _unfolded(memory: Memory, method: Multipole, layout: Layout, last_segment: Tensor | None) -> State:
+def _unfolded(memory: Memory, method: Multipole, layout: Layout, last_segment: Tensor | None, width: int) -> State:
     moments = tuple(layout.unfold(x) for level in memory.levels for x in level[1:])
     return State(
         method, memory.length, poison=layout.unfold(memory.poison), keys=layout.unfold(memory.keys),
         values=layout.unfold(memory.values), filled=layout.unfold(memory.filled), moments=moments, claim=memory.claim,
+        value_width=width,
         segment=None if last_segment is None else layout.unfold(last_segment),
     )  # fmt: skip

@@ -59,6 +59,7 @@ class State:
     filled: Tensor | None = None
     moments: tuple[Tensor, ...] = ()
     claim: Claim | None = field(default=None, compare=False)
+    value_width: int | None = None  # of Multipole, whose values have rows of whole vectors
 
     def to(self, device: torch.device | str) -> "State":
         """The same state on another device."""
@@ -87,23 +88,23 @@ class State:
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> "State":
         changed = {name: function(tensor) for name, tensor in self._tensors().items()}
-        return _made(self.method, self.length, changed)
+        return _made(self.method, self.length, self.value_width, changed)
 
 
 _TENSORS = ("sums", "poison", "log_scale", "segment", "keys", "values", "keep", "filled")
 
 
-def _made(method: object, length: int, tensors: dict[str, Tensor]) -> State:
+def _made(method: object, length: int, value_width: int | None, tensors: dict[str, Tensor]) -> State:
     """From tensors by name; it has no claim on their room, which others may share."""
     moments = tuple(tensor for name, tensor in tensors.items() if name.startswith("moments."))
     named: dict[str, Any] = {name: tensor for name, tensor in tensors.items() if name in _TENSORS}
-    return State(method, length, **named, moments=moments)
+    return State(method, length, **named, moments=moments, value_width=value_width)
 
 
 # Known to torch as a container of tensors, so that functions under torch.func can take and return it.
 pytree.register_pytree_node(
     State,
-    lambda state: (list(state._tensors().values()), (state.method, state.length, *state._tensors())),
-    lambda tensors, context: _made(context[0], context[1], dict(zip(context[2:], tensors, strict=True))),
+    lambda state: (list(state._tensors().values()), (state.method, state.length, state.value_width, *state._tensors())),
+    lambda tensors, context: _made(context[0], context[1], context[2], dict(zip(context[3:], tensors, strict=True))),
     serialized_type_name="subquad.State",
 )

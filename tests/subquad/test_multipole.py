@@ -158,7 +158,7 @@ def test_the_future_changes_no_bit(name, form, dtype, groups) -> None:
     q, k, v = (x.to(dtype)[None] for x in inputs(150, std=1.5))
     before = attended(METHODS[name], q, k, v, form=form)[0]
     for place in (1, 37, 64, 100, 149):
-        for edit in (3.0, 1e4, NAN, INF):
+        for edit in (3.0, 1e4, 3e38, NAN, INF):
             edited = [x.clone() for x in (q, k, v)]
             for x in edited:
                 x[..., place:, :] = x[..., place:, :] * edit
@@ -284,6 +284,49 @@ def test_more_first_keys_than_there_are() -> None:
         torch.testing.assert_close(attended(method, q, k, v)[0], expected, rtol=1e-9, atol=1e-9)
 
 
+def test_equal_scores_are_chosen_in_order() -> None:
+    q, k, v = (x[None] for x in inputs(90, 400, group=1))
+    k[:], k[:, :, 40:44] = 0.0, q[:, :, :1]
+    method = Multipole(window=1, sinks=0, block=4, top=4, rank=1)
+    found, expected = (attended(method, q, k, v, form=form, is_causal=False)[0] for form in ("fused", "dense"))
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(found[0], oracle(method, q[0], k[0], v[0], False), rtol=1e-9, atol=1e-9)
+
+
+def test_settings_far_beyond_the_sequence() -> None:
+    q, k, v = (x[None] for x in inputs(20))
+    expected = attention(q, k, v, is_causal=True, enable_gqa=True)
+    for method in (
+        Multipole(top=1 << 31),
+        Multipole(block=1 << 24),
+        Multipole(window=1 << 31),
+        Multipole(sinks=1 << 31),
+    ):
+        torch.testing.assert_close(attended(method, q, k, v)[0], expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("who", ["query", "all"])
+def test_a_step_in_between_leaves_the_graph_alone(who) -> None:
+    q, k, v = (x[None] for x in inputs(40))
+    for x in (q,) if who == "query" else (q, k, v):
+        x.requires_grad_()
+    output, state = attended(SMALL, q, k, v, return_state=True)
+    step = [x[:, :, :1] for x in (q, k, v)]
+    with torch.no_grad():
+        attended(SMALL, *step, state=state, return_state=True)
+    more, _ = attended(SMALL, *step, state=state, return_state=True)
+    (output.sum() + more.sum()).backward()
+    assert q.grad.isfinite().all()
+
+
+def test_from_inference_mode_to_the_world_outside() -> None:
+    q, k, v = (x[None] for x in inputs(40))
+    with torch.inference_mode():
+        _, state = attended(SMALL, q, k, v, return_state=True)
+    found = attended(SMALL, *(x[:, :, :1] for x in (q, k, v)), state=state, return_state=True)[0]
+    assert found.isfinite().all()
+
+
 def test_short_sequences_are_exact() -> None:
     q, k, v = (x[None].float() for x in inputs(132))
     for method in (Multipole(), Multipole(top=1000)):
@@ -389,6 +432,8 @@ def test_what_it_cannot_do_is_refused() -> None:
     _, state = attention(q, k, v, is_causal=True, method="multipole", return_state=True)
     with pytest.raises(ValueError, match="state: expected one made by"):
         attention(q, k, v, is_causal=True, method=SMALL, state=state)
+    with pytest.raises(ValueError, match="state: expected"):
+        attention(q, k, v[..., :4], is_causal=True, method="multipole", state=state)
     with pytest.raises(ValueError, match="state: expected"):
         attention(q[..., :4], k[..., :4], v, is_causal=True, method="multipole", state=state)
 

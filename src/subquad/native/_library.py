@@ -64,6 +64,7 @@ class Library(NamedTuple):
     backward: Callable[[Any], int]
     step: Callable[[Any], int]
     multipole: Callable[[Any], int]
+    multipole_size: int  # of the call that it takes
     instructions: str
 
 
@@ -97,7 +98,9 @@ def opened(file: Path) -> Library:
     library.subquad_use_team.argtypes, library.subquad_use_team.restype = [c_void_p], None
     library.subquad_use_team(team_of_torch())
     forward, backward, step = functions
-    return Library(forward, backward, step, library.subquad_multipole, library.subquad_instructions().decode())
+    library.subquad_multipole_size.restype = c_int64
+    size = library.subquad_multipole_size()
+    return Library(forward, backward, step, library.subquad_multipole, size, library.subquad_instructions().decode())
 
 
 def team_of_torch() -> int | None:

@@ -12,7 +12,7 @@ from subquad.native import _library
 from subquad.native._fused import _transformed
 from subquad.native._library import FOUND, WHOLE
 
-LEVELS = 4  # sizes of groups that a call has room for
+LEVELS = 24  # sizes of groups that a call has room for: more than there can be keys for
 
 
 def padded(count: int) -> int:
@@ -49,6 +49,8 @@ class Call(Structure):
 def serves(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return (
         _library.AVAILABLE
+        and FOUND.library is not None
+        and FOUND.library.multipole_size == ctypes.sizeof(Call)
         and all(x.device.type == "cpu" and x.dtype == q.dtype for x in (q, k, v))
         and q.dtype in (torch.float32, torch.float64)
         and q.numel() > 0
@@ -70,6 +72,7 @@ def meet(
     k, v = (x if x[0].is_contiguous() else x.contiguous() for x in (k, v))
     output = q.new_empty(b, g, n, e)
     grouped, least, opened = grouping
+    top = min(method.top, max(0, m - method.sinks) // method.block)
 
     def level(units: Any) -> Level:
         assert all(x.is_contiguous() for x in units[1:])
@@ -78,7 +81,7 @@ def meet(
 
     call = Call(
         wide=q.dtype == torch.float64, threads=torch.get_num_threads(), batch=b, group=g, queries=n, keys=m, width=d,
-        values=e, block=method.block, sinks=method.sinks, top=method.top, opened=opened, grouped_from=grouped,
+        values=e, block=method.block, sinks=method.sinks, top=top, opened=opened, grouped_from=grouped,
         least_group=least, groups_count=len(levels) - 1, k_batch=k.stride(0), v_batch=v.stride(0), q=q.data_ptr(),
         k=k.data_ptr(), v=v.data_ptr(), sees=sees.data_ptr(), far=far.data_ptr(), blocks=level(levels[0]),
         groups=(Level * LEVELS)(*map(level, levels[1:])), output=output.data_ptr(),

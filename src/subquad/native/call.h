@@ -52,7 +52,7 @@ struct SubquadMultipole {
   int64_t block, sinks, top, opened, grouped_from, least_group, groups_count, k_batch, v_batch;
   const void *q, *k, *v;      // (b, g, n, d), scaled; (b, m, d) and (b, m, e), heads k_batch and v_batch apart; wide, finite
   const int64_t *sees, *far;  // (b, n): the keys that a query sees, and the blocks among them that count as far
-  SubquadLevel blocks, groups[4];
+  SubquadLevel blocks, groups[24];
   void* output;  // (b, g, n, e), wide
 };
 

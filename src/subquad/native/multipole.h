@@ -70,6 +70,14 @@ inline void scattered_rows(Size count, Size columns, Size depth, const T* const*
   }
 }
 
+// Blocks in a group, for a query with so many far blocks; 1: none. As `group_size` in _multipole.py.
+inline Size group_size(const SubquadMultipole& call, Size far) {
+  if (far < call.grouped_from) return 1;
+  Size size = call.least_group;
+  while (call.opened * 4 * size * size <= far) size *= 2;
+  return size;
+}
+
 // A row and a place in it, of a unit that it chose.
 struct Choice {
   Size unit, row, slot;
@@ -79,9 +87,10 @@ template <class T> class Multipole {
  public:
   // turned: the keys of all heads as columns, (b, d, padded keys), or null: those that are needed are turned one by one.
   Multipole(const SubquadMultipole& call, const T* turned, Size turned_row)
-      : call(call), d(call.width), e(padded<T>(call.values)), turned(turned), turned_row(turned_row), room(std::max<Size>(TILE, call.group)),
-        sinks(std::min(call.sinks, call.keys)), queries(room * d), answers(room * e),
-        panel(d * padded<T>(std::max(call.block, sinks))), score(0) {
+      : call(call), d(call.width), e(padded<T>(call.values)), turned(turned), turned_row(turned_row),
+        room(std::max<Size>(TILE, call.group)), sinks(std::min(call.sinks, call.keys)),
+        panel_row(padded<T>(std::max(std::min(call.block, call.keys), sinks))), panel(d * panel_row), queries(room * d),
+        answers(room * e) {
     const Size group = call.groups_count ? largest_group() : 0;
     const Size dense = std::max<Size>(call.grouped_from, 2 * group + TILE);
     leaf_room = padded<T>(std::min<Size>(call.blocks.count, dense)) + call.opened * group;
@@ -107,7 +116,7 @@ template <class T> class Multipole {
       std::memcpy(queries + g * count * d, given + ((b * call.group + g) * n + from) * d, count * d * sizeof(T));
     const Size least = *std::min_element(far, far + count), most = *std::max_element(far, far + count);
     const SubquadLevel* groups = nullptr;
-    const Size size = group_size(most);
+    const Size size = group_size(call, most);
     for (Size i = 0; i < call.groups_count; ++i)
       if (call.groups[i].size == size) groups = &call.groups[i];
     std::fill(answers + 0, answers + rows * e, T(0));
@@ -116,6 +125,7 @@ template <class T> class Multipole {
     // The groups, all of them by their moments, and those that each row opens.
     const Size wholes = groups ? most / size : 0, outer_row = padded<T>(wholes);
     opened.clear();
+    by_row.clear();
     if (wholes) {
       describe(*groups, b, 0, wholes, rows, outer, outer_row, 0);
       for (Size r = 0; r < rows; ++r) {
@@ -260,14 +270,6 @@ template <class T> class Multipole {
     }
   }
 
-  // Blocks in a group, for a query with so many far blocks; 1: none. As `group_size` in _multipole.py.
-  Size group_size(Size far) const {
-    if (far < call.grouped_from) return 1;
-    Size size = call.least_group;
-    while (call.opened * 4 * size * size <= far) size *= 2;
-    return size;
-  }
-
  private:
   Size largest_group() const {
     Size size = 0;
@@ -329,7 +331,8 @@ template <class T> class Multipole {
       least = x < least && x > all<T>(-INFINITY) ? x : least;
     }
     T high = largest<T>(most), low = -largest<T>(-least);
-    if (above(scores, size, low) < wanted) return {low, wanted};  // no more than are wanted
+    const Size over = above(scores, size, low);
+    if (over < wanted) return {low, wanted - over};
     for (;;) {
       const T middle = low / 2 + high / 2;
       if (!(middle > low && middle < high)) return {high, wanted - above(scores, size, high)};
@@ -377,14 +380,14 @@ template <class T> class Multipole {
       row = turned_row;
       return turned + b * d * turned_row + from;
     }
-    row = padded<T>(std::max(call.block, sinks));
+    row = panel_row;
     const T* k = static_cast<const T*>(call.k) + b * call.k_batch + from * d;
     for (Size t = 0; t < count; ++t)
       for (Size i = 0; i < d; ++i) panel[i * row + t] = k[t * d + i];
     return panel;
   }
   void exact(Size b, Size from, Size count, Size rows, T* to, Size row) {
-    const Size most = turned ? count : padded<T>(std::max(call.block, sinks));
+    const Size most = turned ? count : panel_row;
     for (Size j = 0; j < count; j += most) {
       Size column;
       const Size few = std::min(most, count - j);
@@ -421,8 +424,8 @@ template <class T> class Multipole {
   const SubquadMultipole& call;
   const Size d, e;
   const T* turned;
-  const Size turned_row, room, sinks;  // room for rows: a query has at least those of its group
-  Buffer<T> queries, answers, panel, leaf, outer, score, first, near, chosen;
+  const Size turned_row, room, sinks, panel_row;  // room for rows: a query has at least those of its group
+  Buffer<T> panel, queries, answers, leaf, outer, score, first, near, chosen;
   Size leaf_room = 0, near_room = 0, chosen_row = 0;
   std::vector<T> top;
   std::vector<Choice> opened, by_row, chosen_blocks, found, sorted;
@@ -439,11 +442,10 @@ template <class T> bool multipole(const SubquadMultipole& call) {
     Size b, from, count;
   };
   std::vector<Work> work;
-  const Multipole<T> sizes(call, nullptr, 0);
   for (Size b = 0; b < call.batch; ++b) {
     const int64_t* far = call.far + b * n;
     for (Size from = 0, to; from < n; from = to) {
-      for (to = from + 1; to < n && to - from < rows && sizes.group_size(far[to]) == sizes.group_size(far[from]);) ++to;
+      for (to = from + 1; to < n && to - from < rows && group_size(call, far[to]) == group_size(call, far[from]);) ++to;
       work.push_back({b, from, to - from});
     }
   }
