@@ -135,7 +135,7 @@ template <class T> class Multipole {
         hide(score, 0, mine, outer_row);
         found.clear();
         auto limit = threshold(score, outer_row, call.opened);
-        take(limit, 0, mine, 0, r);
+        take(limit, call.opened, 0, mine, 0, r);
         for (Size i = 0; i < Size(found.size()); ++i) {
           opened.push_back({found[i].unit, r, i});
           outer[r * outer_row + found[i].unit] = -INFINITY;
@@ -182,8 +182,9 @@ template <class T> class Multipole {
       found.clear();
       auto limit = threshold(score, leaf_row, call.top);
       for (Size i = mine_first; i < next; ++i)
-        take(limit, dense_row + by_row[i].slot * size, dense_row + (by_row[i].slot + 1) * size, by_row[i].unit * size, r);
-      take(limit, own - start, mine - start, own, r);  // The groups come before it.
+        take(limit, call.top, dense_row + by_row[i].slot * size, dense_row + (by_row[i].slot + 1) * size,
+             by_row[i].unit * size, r);
+      take(limit, call.top, own - start, mine - start, own, r);  // The groups come before it.
       for (Size i = 0; i < Size(found.size()); ++i) {
         chosen_blocks.push_back({found[i].unit, r, i});
         logs[found[i].slot] = -INFINITY;
@@ -349,8 +350,9 @@ template <class T> class Multipole {
     return total;
   }
   // Those of a stretch, the first unit of which is `unit`, that are above the threshold, in the order of their places.
-  void take(std::pair<T, Size>& limit, Size from, Size to, Size unit, Size r) {
-    for (Size j = from; j < to; ++j) {
+  // Never more than `wanted`: products that overflow leave scores without an order.
+  void take(std::pair<T, Size>& limit, Size wanted, Size from, Size to, Size unit, Size r) {
+    for (Size j = from; j < to && Size(found.size()) < wanted; ++j) {
       const bool equal = score[j] == limit.first && limit.second > 0;
       if (!(score[j] > limit.first) && !equal) continue;
       limit.second -= equal;
