@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import subquad
-from subquad import _calibration
+from subquad import _calibration, _plan, native
 from subquad._times import work
 from subquad_lab import model_planning, pretrained
 from subquad_lab.cli import main
@@ -128,13 +128,17 @@ def test_errors_are_those_of_the_layer_and_its_heads(tmp_path, text):
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "bert"])
-def test_small_logits_can_be_approximated_and_large_ones_cannot(kind, tmp_path, text, capfd):
+def test_small_logits_can_be_approximated_and_large_ones_only_by_blocks(kind, tmp_path, text, capfd, monkeypatch):
     quiet, loud = make(kind, tmp_path / "quiet"), make(kind, tmp_path / "loud", loud=3000.0)
     assert main(["plan", "--model", str(quiet), "--text", str(text)]) == 0
     out, _ = capfd.readouterr()
     assert "2 of 2 layers can take an approximation within 0.05; alone, 8 of 8 heads could." in out
     assert len(re.findall(r" yes .* 4 of 4 +\S+x +\S+x +\S+x$", out, re.MULTILINE)) == 2
     assert "x at 64k." in out
+    assert main(["plan", "--model", str(loud), "--text", str(text)]) == 0
+    out, _ = capfd.readouterr()
+    assert not native.status().available or out.count("Multipole()") >= 2
+    monkeypatch.setattr(_plan, "AVAILABLE", False)
     assert main(["plan", "--model", str(loud), "--text", str(text), "--all"]) == 0
     out, _ = capfd.readouterr()
     assert "0 of 2 layers" in out
