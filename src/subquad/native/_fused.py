@@ -34,10 +34,10 @@ def serves(recipe: Recipe | None, q: Tensor, k: Tensor, v: Tensor, runs: Tensor 
     if recipe == Recipe(SEPARABLE) and (torch.compiler.is_compiling() or _recorded()):
         return False
     wide = {torch.promote_types(x.dtype, torch.float32) for x in (q, k, v)}
-    return len(wide) == 1 and 0 not in (*q.shape, *k.shape) and not _transformed(q, k, v)
+    return len(wide) == 1 and 0 not in (*q.shape, *k.shape) and not transformed(q, k, v)
 
 
-def _transformed(*tensors: Tensor) -> bool:
+def transformed(*tensors: Tensor) -> bool:
     """Inside torch.func, or in forward mode."""
     if torch.compiler.is_compiling():
         return torch._C._are_functorch_transforms_active()

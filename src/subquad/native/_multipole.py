@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from subquad.native import _library
-from subquad.native._fused import _transformed
+from subquad.native._fused import transformed
 from subquad.native._library import FOUND, WHOLE
 
 LEVELS = 24  # sizes of groups that a call has room for: more than there can be keys for
@@ -57,7 +57,7 @@ def serves(q: Tensor, k: Tensor, v: Tensor) -> bool:
         and k.numel() > 0
         and v.shape[-1] % WHOLE == 0
         and not torch.compiler.is_compiling()
-        and not _transformed(q, k, v)
+        and not transformed(q, k, v)
     )
 
 

@@ -30,43 +30,15 @@ constexpr Size TILE = 48, SHARED = 6;
 constexpr double WIDEST = 4;  // variances above it say little: a few keys stand out, and a Gaussian does not know them
 
 // C_i[j] (+)= sum_k A_i[k] B[k][j] for a few rows that lie anywhere.
-template <class T, int rows, int columns, bool anew>
-inline void scattered_tile(Size depth, const T* const* a, const T* b, Size b_row, T* const* c) {
-  vec<T> sums[rows][columns];
-#pragma GCC unroll 8
-  for (int i = 0; i < rows; ++i)
-#pragma GCC unroll 8
-    for (int j = 0; j < columns; ++j) sums[i][j] = anew ? vec<T>{} : load(c[i] + j * lanes<T>);
-  for (Size k = 0; k < depth; ++k) {
-    vec<T> right[columns];
-#pragma GCC unroll 8
-    for (int j = 0; j < columns; ++j) right[j] = load(b + k * b_row + j * lanes<T>);
-#pragma GCC unroll 8
-    for (int i = 0; i < rows; ++i) {
-      const vec<T> left = all(a[i][k]);
-#pragma GCC unroll 8
-      for (int j = 0; j < columns; ++j) sums[i][j] += left * right[j];
-    }
-  }
-#pragma GCC unroll 8
-  for (int i = 0; i < rows; ++i)
-#pragma GCC unroll 8
-    for (int j = 0; j < columns; ++j) store(c[i] + j * lanes<T>, sums[i][j]);
-}
-
 template <class T, int rows, bool anew>
 inline void scattered_rows(Size count, Size columns, Size depth, const T* const* a, const T* b, Size b_row, T* const* c) {
   if constexpr (rows > 0) {
     if (count != rows) return scattered_rows<T, rows - 1, anew>(count, columns, depth, a, b, b_row, c);
-    T* to[rows];
+    const auto element = [a](Size i, Size k) { return a[i][k]; };
     Size j = 0;
-    for (; j + 2 * lanes<T> <= columns; j += 2 * lanes<T>) {
-      for (int i = 0; i < rows; ++i) to[i] = c[i] + j;
-      scattered_tile<T, rows, 2, anew>(depth, a, b + j, b_row, to);
-    }
-    if (j == columns) return;
-    for (int i = 0; i < rows; ++i) to[i] = c[i] + j;
-    scattered_tile<T, rows, 1, anew>(depth, a, b + j, b_row, to);
+    const auto place = [c, &j](Size i) { return c[i] + j; };
+    for (; j + 2 * lanes<T> <= columns; j += 2 * lanes<T>) tile<T, rows, 2, anew>(depth, element, b + j, b_row, place);
+    if (j < columns) tile<T, rows, 1, anew>(depth, element, b + j, b_row, place);
   }
 }
 

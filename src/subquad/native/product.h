@@ -16,13 +16,20 @@ namespace subquad::SUBQUAD_ISA {
 
 constexpr Size ROWS = 6;
 
-template <class T> struct Matrix {  // element (i, k) at data[i * row + k * column]
+template <class T> struct Matrix {  // A: element (i, k) at data[i * row + k * column]
   const T* data;
   Size row, column;
+  T operator()(Size i, Size k) const { return data[i * row + k * column]; }
+};
+template <class T> struct Rows {  // C
+  T* data;
+  Size row;
+  T* operator()(Size i) const { return data + i * row; }
 };
 
-template <class T, int rows, int columns, bool anew>
-inline void tile(Size depth, Matrix<T> a, const T* b, Size b_row, T* c, Size c_row) {
+// A and C are called with the places of their elements and rows: those of Multipole lie anywhere.
+template <class T, int rows, int columns, bool anew, class A, class C>
+inline void tile(Size depth, const A& a, const T* b, Size b_row, const C& c) {
   vec<T> sums[rows][columns] = {};
   for (Size k = 0; k < depth; ++k) {
     vec<T> right[columns];
@@ -30,7 +37,7 @@ inline void tile(Size depth, Matrix<T> a, const T* b, Size b_row, T* c, Size c_r
     for (int j = 0; j < columns; ++j) right[j] = load(b + k * b_row + j * lanes<T>);
 #pragma GCC unroll 8
     for (int i = 0; i < rows; ++i) {
-      const vec<T> left = all(a.data[i * a.row + k * a.column]);
+      const vec<T> left = all(a(i, k));
 #pragma GCC unroll 8
       for (int j = 0; j < columns; ++j) sums[i][j] += left * right[j];
     }
@@ -39,7 +46,7 @@ inline void tile(Size depth, Matrix<T> a, const T* b, Size b_row, T* c, Size c_r
   for (int i = 0; i < rows; ++i)
 #pragma GCC unroll 8
     for (int j = 0; j < columns; ++j) {
-      T* to = c + i * c_row + j * lanes<T>;
+      T* to = c(i) + j * lanes<T>;
       store(to, anew ? sums[i][j] : load(to) + sums[i][j]);
     }
 }
@@ -48,7 +55,7 @@ template <class T, int rows, int columns, bool anew>
 inline void last_rows(Size count, Size depth, Matrix<T> a, const T* b, Size b_row, T* c, Size c_row) {
   if constexpr (rows > 0) {
     if (count == rows)
-      tile<T, rows, columns, anew>(depth, a, b, b_row, c, c_row);
+      tile<T, rows, columns, anew>(depth, a, b, b_row, Rows<T>{c, c_row});
     else
       last_rows<T, rows - 1, columns, anew>(count, depth, a, b, b_row, c, c_row);
   }
@@ -58,7 +65,8 @@ template <class T, int columns, bool anew>
 void strip(Size rows, Size depth, Matrix<T> a, const T* b, Size b_row, T* c, Size c_row) {
   Size i = 0;
   for (; i + ROWS <= rows; i += ROWS)
-    tile<T, ROWS, columns, anew>(depth, {a.data + i * a.row, a.row, a.column}, b, b_row, c + i * c_row, c_row);
+    tile<T, ROWS, columns, anew>(depth, Matrix<T>{a.data + i * a.row, a.row, a.column}, b, b_row,
+                                 Rows<T>{c + i * c_row, c_row});
   last_rows<T, ROWS - 1, columns, anew>(rows - i, depth, {a.data + i * a.row, a.row, a.column}, b, b_row,
                                         c + i * c_row, c_row);
 }
