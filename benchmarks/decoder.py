@@ -190,9 +190,9 @@ def _replaced(model: nn.Module, function: Callable[..., Tensor], layers: Collect
             return own(), None
         return function(own, module, query, key, value, scaling), None
 
-    AttentionInterface.register("subquad", attend)
-    AttentionMaskInterface.register("subquad", lambda *_, **__: None)
-    model.set_attn_implementation("subquad")
+    AttentionInterface.register("replaced", attend)
+    AttentionMaskInterface.register("replaced", lambda *_, **__: None)
+    model.set_attn_implementation("replaced")
     try:
         yield
     finally:

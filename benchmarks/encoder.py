@@ -141,11 +141,11 @@ def swapped(model: nn.Module, methods: Sequence[Any]) -> Iterator[None]:
         out = subquad.attention(query, key, value, scale=scaling, method=method, key_padding_mask=attention_mask)
         return out.transpose(1, 2), None
 
-    AttentionInterface.register("subquad", attend)
+    AttentionInterface.register("replaced", attend)
     # Without a mask function of the same name, transformers drops the padding mask without a word.
-    AttentionMaskInterface.register("subquad", lambda *_, attention_mask=None, **__: attention_mask)
+    AttentionMaskInterface.register("replaced", lambda *_, attention_mask=None, **__: attention_mask)
     before = model.config._attn_implementation
-    model.set_attn_implementation("subquad")
+    model.set_attn_implementation("replaced")
     try:
         yield
     finally:

