@@ -27,8 +27,9 @@ from subquad import Exact, Linear, Plan, RandomFeatures, Separable, Taylor
 from subquad._cache import calibrate_into, file_of
 from subquad._cache import machine as machine_of
 from subquad._calibration import calibrate, fitted, grid, one_turn
+from subquad._candidates import taylor
 from subquad._methods import Approximation, Named
-from subquad._plan import describe, taylor
+from subquad._plan import describe
 from subquad._times import Calibration
 from subquad_lab.measure import best_seconds
 

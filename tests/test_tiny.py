@@ -6,7 +6,7 @@ Sizes are tiny and odd, chunks of two tokens, so that every border between chunk
 import pytest
 import torch
 
-import subquad._attention as heart
+import subquad._dispatch as dispatch
 from reference import METHODS, Squares, reference
 from subquad import Exact, Linear, RandomFeatures, Separable, State, Taylor, attention
 from subquad._attention import attend
@@ -127,7 +127,7 @@ def test_sizes_that_the_call_chooses_itself(name, monkeypatch) -> None:
     for is_causal in (False, True):
         expected = reference(method, q, k, v, is_causal).detach()
         assert_close(attention(q, k, v, is_causal=is_causal, method=method).detach(), expected)
-        monkeypatch.setattr(heart, "WAVE", 64)
+        monkeypatch.setattr(dispatch, "WAVE", 64)
         output, state = attention(q, k, v, is_causal=is_causal, method=method, return_state=True)
         assert_close(output.detach(), expected)
         again = attention(q[:, :, :1], k[:, :, :1], v[:, :, :1], is_causal=True, method=method, state=state)
@@ -233,8 +233,8 @@ def test_dense_in_several_blocks_and_chunks_in_one_unit(name, is_causal, monkeyp
     cotangent = tensors(seed=1, requires_grad=False)[2]
     expected = reference(METHODS[name], *inputs, is_causal, KEEP)
     wanted = torch.autograd.grad(expected, inputs, cotangent, materialize_grads=True)
-    monkeypatch.setattr(heart, "PAIRS", 1)
-    monkeypatch.setattr(heart, "CHUNK", 4)
+    monkeypatch.setattr(dispatch, "PAIRS", 1)
+    monkeypatch.setattr(dispatch, "CHUNK", 4)
     output, _ = in_form("dense", METHODS[name], *inputs, is_causal, KEEP)
     assert_close(output.detach(), expected.detach())
     for a, b in zip(torch.autograd.grad(output, inputs, cotangent), wanted, strict=True):

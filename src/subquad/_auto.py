@@ -167,10 +167,10 @@ def _shape(call: "Call", training: bool) -> "Shape":
 def _quicker(query: Tensor, shape: "Shape", check_rows: int) -> "list[Taylor | RandomFeatures | Multipole]":
     """Methods that should take less time than exact attention, the quickest first; the check of rows included."""
     from subquad._cache import cached
+    from subquad._candidates import taylor
     from subquad._cost import cost
     from subquad._features import Exact, RandomFeatures
     from subquad._multipole import Multipole
-    from subquad._plan import taylor
     from subquad.native._library import AVAILABLE
 
     machine = cached(query.device, query.dtype) or cached(query.device)

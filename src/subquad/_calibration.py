@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from subquad._attention import attend, fusable
+from subquad._attention import attend
+from subquad._dispatch import fusable
 from subquad._features import Exact, Linear, RandomFeatures, Taylor
 from subquad._methods import Approximation, Named
 from subquad._multipole import Multipole

@@ -13,14 +13,14 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from subquad._attention import Sizes, choose_form
 from subquad._auto import Auto
+from subquad._dispatch import Sizes, choose_form
 from subquad._features import Exact
 from subquad._layout import Layout
 from subquad._memory import peak_bytes
 from subquad._methods import Method, resolve
 from subquad._multipole import Multipole
-from subquad._multipole_cost import met, moments_elements, moments_flops
+from subquad._multipole_cost import met, met_in_training, moments_elements, moments_flops
 from subquad._work import FormCall, elements, seen_pairs, traits_of
 
 FORMS = ("exact", "dense", "linear", "chunked", "step")
@@ -242,9 +242,11 @@ def _multipole(
     made = b * layout.keys * d + b * moments_elements(method, layout)  # the keys turned into columns, and the moments
     moved = number * (inputs + outputs) + wide * (heads * pairs * (d + e) if step else 2 * made)
     peak = number * outputs + wide * (outputs + (0 if step else made))
-    if training:
-        flops, moved, peak = 4 * flops, 4 * moved, peak + number * inputs + 2 * wide * kept
-    return Cost(flops, moved, peak, wide * kept, 0, "step" if step else "multipole", _order("multipole", layout))
+    if training:  # Everything is made again, and a gradient of both factors of each product.
+        flops = 4 * (heads * 2 * met_in_training(method, layout, is_causal) * (d + e) + moments)
+        moved, peak = 4 * moved, peak + number * inputs + 2 * wide * kept
+    order = _order("multipole", layout, training=training)
+    return Cost(flops, moved, peak, wide * kept, 0, "step" if step else "multipole", order)
 
 
 def _parameters(method: object) -> int:
@@ -260,7 +262,7 @@ def _order(form: str, layout: Layout, r: int = 0, sizes: Sizes | None = None, tr
         "linear": ("(n + m) r e", f"n e + m r e / {wave}" if training else "n e + r e"),  # sums that are kept
         "chunked": ("n r e", f"n e + n r e / {unit}"),
         "step": ("r e", "r e"),
-        "multipole": ("n m^(1/2) (d + e)", "n e + m (d + e)"),
+        "multipole": ("n m (d + e)" if training else "n m^(1/2) (d + e)", "n e + m (d + e)"),
     }[form]
     letters = f"n queries, m keys, d = {d} width, e = {e} value width" + (f", r = {r} features" if r else "")
     return f"time O({time}), memory O({memory}): {letters}"

@@ -106,30 +106,30 @@ def ready_keys(
     kernel: Kernel, k: Tensor, v: Tensor, keep: Tensor | None, runs: Tensor | None, mapped: bool = True
 ) -> Keys:
     k, v = widen(k) * kernel.root_scale[1], widen(v)
-    poison = _poison(k) + _poison(v)
+    poison = poison_of(k) + poison_of(v)
     if keep is None:
-        k, v, shown = _cleaned(k), _cleaned(v), torch.ones_like(poison)
+        k, v, shown = cleaned(k), cleaned(v), torch.ones_like(poison)
     else:
         poison, shown = torch.where(keep, poison, 0.0), keep.to(v.dtype)
-        k, v = (torch.where(keep[..., None], _cleaned(x), 0.0) for x in (k, v))
+        k, v = (torch.where(keep[..., None], cleaned(x), 0.0) for x in (k, v))
     keys = Keys(k, torch.cat([v, shown[..., None]], -1), poison, keep, runs)
     return kernel.prepare(keys) if mapped else keys
 
 
 def ready_queries(kernel: Kernel, q: Tensor) -> Queries:
     q = widen(q) * kernel.root_scale[0]
-    return Queries(_cleaned(q), _poison(q))
+    return Queries(cleaned(q), poison_of(q))
 
 
 def widen(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _poison(x: Tensor) -> Tensor:
+def poison_of(x: Tensor) -> Tensor:
     return (x.detach() * 0).sum(-1)
 
 
-def _cleaned(x: Tensor) -> Tensor:
+def cleaned(x: Tensor) -> Tensor:
     return torch.nan_to_num(x, nan=0.0, posinf=0.0, neginf=0.0)
 
 
@@ -301,9 +301,9 @@ class FeatureKernel(Kernel):
         if not q.shape[-1] == k.shape[-1] == v.shape[-1] or root != self.root_scale[0]:
             return None
         rows = widen(torch.cat([k, q.flatten(1, 2), v], 1))  # (b, 1 + g + 1, d)
-        sick = _poison(rows)
+        sick = poison_of(rows)
         poison = before.poison + sick[:, 0] + sick[:, -1]
-        rows = _cleaned(rows)
+        rows = cleaned(rows)
         tokens = rows[:, :-1]
         features, scales = self.features(tokens if root == 1 else tokens * root, False, self.table)
         value = torch.constant_pad_nd(rows[:, -1:], (0, 1), 1.0)

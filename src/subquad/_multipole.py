@@ -30,8 +30,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from subquad._kernel import _cleaned
-from subquad._recompute import _Recomputed
+from subquad._kernel import cleaned
+from subquad._recompute import Recomputed
 from subquad.native import _multipole as native
 
 WIDEST = 4.0  # Variances beyond it say little: a few keys stand out, and a Gaussian does not know them.
@@ -146,7 +146,7 @@ def moments(k: Tensor, v: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     """Of units (p, n, d) and their values (p, n, e): (p, 1 + r, d), (p, r (r + 1) / 2), (p, 1 + r, e)."""
     centre, mean = k.mean(1, keepdim=True), v.mean(1, keepdim=True)
     if rank == 0:
-        return _cleaned(centre), k.new_zeros(len(k), 0), _cleaned(mean)
+        return cleaned(centre), k.new_zeros(len(k), 0), cleaned(mean)
     offsets = k - centre
     directions = main_directions(offsets.detach(), rank)  # constants in the backward
     places = offsets @ directions.mT  # (p, n, r)
@@ -154,7 +154,7 @@ def moments(k: Tensor, v: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
     rows, columns = torch.triu_indices(rank, rank, device=k.device)
     spread = second[:, rows, columns] * torch.where(rows == columns, 1.0, 2.0)
     # What overflows must not meet a weight of 0: rows that do not see the unit would be NaN.
-    return _cleaned(torch.cat([centre, directions], 1)), _cleaned(spread), _cleaned(torch.cat([mean, cross], 1))
+    return cleaned(torch.cat([centre, directions], 1)), cleaned(spread), cleaned(torch.cat([mean, cross], 1))
 
 
 def grown(units: Units | None, method: Multipole, size: int, k: Tensor, v: Tensor, old: Tensor, new: Tensor) -> Units:
@@ -214,7 +214,7 @@ def meet(
         rows = slice(first, first + TILE)
         tensors = (q[:, :, rows], *inputs[1:], sees[:, rows], far[:, rows])
         if needed:
-            outputs.append(_Recomputed.apply(body, len(inputs), *tensors)[0])  # type: ignore[no-untyped-call]
+            outputs.append(Recomputed.apply(body, len(inputs), *tensors)[0])  # type: ignore[no-untyped-call]
         else:
             outputs.append(body(*tensors)[0])
     return torch.cat(outputs, 2)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from subquad._kernel import _cleaned, _poison, widen
+from subquad._kernel import cleaned, poison_of, widen
 from subquad._layout import Layout
 from subquad._multipole import Multipole, Units, far_blocks, grown, meet, sizes_of
 from subquad._state import Claim, State
@@ -39,10 +39,13 @@ def multipole_attention(
     last_segment: Tensor | None, state: State | None, is_causal: bool, scale: float, return_state: bool, twin: bool,
 ) -> tuple[Tensor, State | None]:  # fmt: skip
     """q (b, g, n, d), k (b, m, d), v (b, m, e), keep and runs (b, m) -> (b, g, n, e), wide, and the new state."""
+    if torch._C._are_functorch_transforms_active() and _in_vmap():
+        raise ValueError("method: Multipole reads which blocks were chosen, which torch.func.vmap does not show; "
+                         "expected tensors with batch dimensions, of which it takes any number")  # fmt: skip
     q = widen(q) * scale
     k, v, width = widen(k), widen(v), v.shape[-1]
-    poison = _poison(q)
-    q = _cleaned(q)
+    poison = poison_of(q)
+    q = cleaned(q)
     v = F.pad(v, (0, -width % WHOLE))
     before = None if state is None or state.keys is None else _folded(state, layout)
     given = (q, k, v) if before is None else (q, k, v, before.keys, before.values)
@@ -55,6 +58,11 @@ def multipole_attention(
     if not return_state:
         return output, None
     return output, _unfolded(memory, method, layout, last_segment, width)
+
+
+def _in_vmap() -> bool:
+    levels = torch._C._functorch.get_interpreter_stack() or []
+    return any(level.key() == torch._C._functorch.TransformType.Vmap for level in levels)
 
 
 def _in_order(
@@ -87,9 +95,9 @@ def appended(
 
     growing: room is left for those that will come. recorded: somebody will differentiate, so nothing may be written to.
     """
-    told = _poison(k) + _poison(v)
+    told = poison_of(k) + poison_of(v)
     told = told if keep is None else torch.where(keep, told, 0.0)
-    k, v = _cleaned(k), _cleaned(v)
+    k, v = cleaned(k), cleaned(v)
     b, m, _ = k.shape
     length = m + (0 if before is None else before.length)
     old = torch.zeros(b, dtype=torch.int64, device=k.device) if before is None else before.filled
@@ -143,6 +151,8 @@ def _in_segments(
     is_causal: bool, growing: bool, twin: bool, recorded: bool,
 ) -> tuple[Tensor, Memory]:  # fmt: skip
     """Each segment is a sequence of its own; those of about the same length are computed together."""
+    if before is not None and not bool(runs.any()):  # As a step mostly does: all go on with the segment of the state.
+        return _in_order(method, q, k, v, keep, before, is_causal, growing, twin, recorded)
     b, m = runs.shape
     keep = torch.ones_like(runs, dtype=torch.bool) if keep is None else keep
     output = q.new_zeros(*q.shape[:3], v.shape[-1])

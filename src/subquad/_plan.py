@@ -5,31 +5,28 @@ memory    counted (`_cost`)
 error     from the range of the logits (`_error`), or measured on a sample (`_sample`)
 """
 
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from math import ceil, comb, inf, log10, sqrt
+from math import comb, inf, log10
 
 import torch
 from torch import Tensor
 
 from subquad._cache import calibration
 from subquad._calibration import Progress
+from subquad._candidates import error_meter, measured_errors, predicted_errors
 from subquad._cost import cost, find_crossover
-from subquad._error import Error, LogitRange, as_range, check_max_error, error, needed_degree, needed_features
+from subquad._error import Error, LogitRange, as_range, check_max_error, needed_degree, needed_features
 from subquad._features import Exact, Linear, RandomFeatures, Taylor
 from subquad._memory import fused_bytes
-from subquad._methods import Approximation, Named
+from subquad._methods import Named
 from subquad._multipole import Multipole
-from subquad._sample import MARGIN, Call, exact_rows, method_rows, pick_rows, relative
+from subquad._sample import MARGIN, Call
 from subquad._separable import Separable
 from subquad._times import Calibration, Shape, form_of
 from subquad.native._library import AVAILABLE
 
-MOST_FEATURES = 1 << 14  # of a candidate
 HOPELESS = 1 << 26  # features, more than any sequence has tokens: then it does not matter how the logits are spread
-COUNTS, REFERENCE = [1 << power for power in range(4, 14)], 256  # of random features; the second one is measured
-ROWS, PAIRS = 64, 1 << 21  # of a sample: rows of each head, and pairs that they meet in all
 LONGEST, LARGEST = 1 << 24, 1 << 28  # lengths: of a crossover, and of a plan
 
 
@@ -177,12 +174,12 @@ def plan(
     machine = calibration(device, dtype, progress)
     measure = None
     if call is None:
-        errors = _predicted(logit_range, head_dim, max_error)
+        errors = predicted_errors(logit_range, head_dim, max_error)
     else:
-        measure = _measure(call)
+        measure = error_meter(call)
         # Without the kernels, and in the backward, it is slower than exact attention.
         quick = AVAILABLE and torch.device(device).type == "cpu" and not training
-        errors = _measured(call, head_dim, measure, (Multipole(),) if quick else ())
+        errors = measured_errors(call, head_dim, measure, (Multipole(),) if quick else ())
     while True:
         found = (c for method, e in errors.items() for c in _candidates(method, e, shape, machine, dtype, max_error))
         candidates = sorted(found, key=lambda c: c.seconds)
@@ -238,80 +235,6 @@ def _candidates(
         peak = cost(method, **vars(shape), form=name, dtype=dtype).peak_bytes
         seconds = machine.seconds(method, shape, form)
         yield Candidate(method, name, seconds, peak, found, form == chosen, acceptable)
-
-
-def taylor(degree: int, key_shift: Tensor | None = None) -> Taylor:
-    """An odd degree warns that its weights can be negative; here the error has been looked at."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        return Taylor(degree, key_shift=key_shift)  # type: ignore[arg-type]
-
-
-def degrees(width: int) -> list[int]:
-    """All that could pay."""
-    return [p for p in range(9) if comb(width + p, p) <= MOST_FEATURES]
-
-
-def _predicted(logit_range: LogitRange | None, width: int, max_error: float) -> dict[Named, Error]:
-    """Candidates and their errors, from the range of the logits alone."""
-    nothing = Error(None, "nothing")
-    maps: list[Approximation] = [*map(taylor, degrees(width))]
-    for kind in ("positive", "hyperbolic"):
-        maps += [RandomFeatures(count, kind) for count in _counts(logit_range, max_error, kind)]
-    found: dict[Named, Error] = {Exact(): Error(0.0, "definition")}
-    for method in (*maps, Linear("elu"), Separable()):
-        found[method] = nothing if logit_range is None else error(method, logit_range=logit_range)
-    return found
-
-
-def _counts(logit_range: LogitRange | None, max_error: float, kind: str) -> list[int]:
-    """Numbers of random features: powers of two, and the one that just keeps the error."""
-    counts = set(COUNTS)
-    if logit_range is not None:
-        needed = needed_features(max_error, 2 * max(map(abs, as_range(logit_range))), kind)  # type: ignore[arg-type]
-        if needed <= COUNTS[-1]:
-            counts.add(16 * ceil(needed / 16))
-    return sorted(counts)
-
-
-def _measure(call: Call) -> Callable[[Approximation | Multipole], Error]:
-    """A function that tells the error of a method on the sample."""
-    with torch.no_grad():
-        heads = call.layout.rows * call.layout.group
-        picked = pick_rows(call, max(8, min(ROWS, PAIRS // (heads * call.layout.keys))))
-        exact = exact_rows(call, picked)
-    norm = picked.total(exact.square().sum(-1))[0]
-
-    @torch.no_grad()
-    def measured(method: Approximation | Multipole) -> Error:
-        difference = picked.total((method_rows(method, call, picked) - exact).square().sum(-1))[0]
-        return Error(relative(difference, norm), "sample")
-
-    return measured
-
-
-def _measured(
-    call: Call, width: int, measure: Callable[[Approximation | Multipole], Error], offered: tuple[Multipole, ...]
-) -> dict[Named, Error]:
-    """Candidates and their errors on a sample, with the keys as they are and with their mean taken from them."""
-    keys = call.layout.fold_key(call.key).unflatten(0, (-1, call.layout.key_heads))
-    centre = keys.double().mean((0, 2))  # (key heads, d)
-    found: dict[Named, Error] = {Exact(): Error(0.0, "definition")}
-    for shift in (None, centre):
-        for method in (taylor(p, shift) for p in degrees(width)):
-            found[method] = measure(method)
-        for kind in ("positive", "hyperbolic"):
-            # One number of features is measured. For others the error should change with the root of it; where the
-            # weights are far off it does not, so nothing is taken for that alone.
-            reference = RandomFeatures(REFERENCE, kind, key_shift=shift)
-            own = measure(reference)
-            for count in COUNTS:
-                inferred = Error((own.relative or 0.0) * sqrt(REFERENCE / count), "prediction")
-                found[replace(reference, num_features=count)] = own if count == REFERENCE else inferred
-    plain: tuple[Approximation | Multipole, ...] = (Linear("elu"), Separable(), *offered)
-    for simple in plain:
-        found[simple] = measure(simple)
-    return found
 
 
 def _reason(

@@ -31,11 +31,11 @@ def recomputed(kernel: Kernel, body: Body, inputs: Tensors, constants: Tensors) 
         return body(replace(kernel, table=tensors[-1]), *tensors[:-1])
 
     tensors = (*inputs, *constants, kernel.table)
-    result: tuple[Tensor, ...] = _Recomputed.apply(with_table, len(inputs), *tensors)  # type: ignore[no-untyped-call]
+    result: tuple[Tensor, ...] = Recomputed.apply(with_table, len(inputs), *tensors)  # type: ignore[no-untyped-call]
     return result
 
 
-class _Recomputed(torch.autograd.Function):
+class Recomputed(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod

@@ -13,7 +13,7 @@ from itertools import pairwise
 
 import torch
 
-from subquad._attention import Form, choose_form, fusable
+from subquad._dispatch import Form, choose_form, fusable
 from subquad._features import Exact, RandomFeatures, Taylor
 from subquad._layout import Layout
 from subquad._methods import Approximation, Named

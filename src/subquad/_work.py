@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from subquad._attention import Sizes
+from subquad._dispatch import Sizes
 from subquad._features import FeatureMap, Linear, RandomFeatures, Taylor
 from subquad._forms import _sizes
 from subquad._layout import Layout

@@ -16,7 +16,8 @@ parameters is computed in their dtype, so give it float64 ones, or be content wi
 import torch
 from torch import Tensor, nn
 
-from subquad._attention import Form, attend, attention
+from subquad._attention import attend, attention
+from subquad._dispatch import Form
 from subquad._features import FeatureMap, Linear
 from subquad._methods import mapped, shifted
 

@@ -12,7 +12,8 @@ from torch.nn import functional as F
 import subquad
 from reference import METHODS, reference
 from subquad import Exact, Linear, RandomFeatures, Separable, Taylor, attention, native, normalizer
-from subquad._attention import attend, choose_form, fusable
+from subquad._attention import attend
+from subquad._dispatch import choose_form, fusable
 from subquad._layout import Layout, check_shapes
 from subquad._times import Shape, form_of
 

@@ -11,8 +11,9 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from subquad import Exact, Linear, MultiheadAttention, RandomFeatures, Separable, Taylor, attention
-from subquad._attention import attend, choose_form
+from subquad._attention import attend
 from subquad._cost import Cost, cost, crossover, find_crossover, multihead_cost
+from subquad._dispatch import choose_form
 from subquad._layout import check_shapes
 from subquad._methods import resolve
 from subquad_lab.measure import Request, measure

@@ -13,7 +13,7 @@ import torch
 
 from calls import odd_taylor
 from subquad import Linear, RandomFeatures, Separable, Taylor
-from subquad._attention import Sizes, choose_form
+from subquad._dispatch import Sizes, choose_form
 from subquad._layout import Layout
 
 

@@ -221,10 +221,13 @@ def test_two_calls_from_one_state_do_not_meet() -> None:
         assert torch.equal(output, alone[0][:, :, i : i + 1])
 
 
-def test_a_step_copies_nothing() -> None:
+@pytest.mark.parametrize("segment", [None, 7])
+def test_a_step_copies_nothing(segment) -> None:
     q, k, v = (x[None].float() for x in inputs(40))
-    _, state = attended(SMALL, q, k, v, return_state=True)
-    _, after = attended(SMALL, *(x[:, :, :1] for x in (q, k, v)), state=state, return_state=True)
+    segments = [None if segment is None else torch.full((1, n), segment) for n in (40, 1)]
+    _, state = attended(SMALL, q, k, v, segments=segments[0], return_state=True)
+    step = (x[:, :, :1] for x in (q, k, v))
+    _, after = attended(SMALL, *step, segments=segments[1], state=state, return_state=True)
     assert after.keys.data_ptr() == state.keys.data_ptr()
 
 
@@ -436,6 +439,9 @@ def test_what_it_cannot_do_is_refused() -> None:
         attention(q, k, v[..., :4], is_causal=True, method="multipole", state=state)
     with pytest.raises(ValueError, match="state: expected"):
         attention(q[..., :4], k[..., :4], v, is_causal=True, method="multipole", state=state)
+    with pytest.raises(ValueError, match="Multipole reads which blocks were chosen, which"):
+        torch.func.vmap(torch.func.grad(lambda q: attention(q, k[0], v[0], method="multipole").sum()))(q)
+    assert torch.func.grad(lambda q: attention(q, k, v, method="multipole").sum())(q).shape == q.shape
 
 
 def test_bits_do_not_depend_on_other_heads_or_threads() -> None:

@@ -21,11 +21,11 @@ def met_by_one(method: Multipole, sees: int, is_causal: bool) -> int:
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("grouped", [1024, 300])
-def test_keys_and_pseudo_keys_that_are_met(method, grouped, monkeypatch) -> None:
+@pytest.mark.parametrize(("grouped", "opened"), [(1024, 16), (300, 16), (20, 1)])
+def test_keys_and_pseudo_keys_that_are_met(method, grouped, opened, monkeypatch) -> None:
     monkeypatch.setattr(multipole, "GROUPED", grouped)
-    method = Multipole(**(vars(method) | {"window": method.window + grouped % 7}))  # Sums are kept by method.
-    for n, m in ((1, 1), (5, 5), (90, 90), (4000, 4000), (700, 300), (300, 700)):
+    monkeypatch.setattr(multipole, "OPENED", opened)
+    for n, m in ((1, 1), (5, 5), (90, 90), (4000, 4000), (700, 300), (300, 700), (20_011, 20_011)):
         layout = check_shapes(*(torch.empty(1, x, 8, device="meta") for x in (n, m, m)), enable_gqa=False)
         expected = sum(met_by_one(method, min(i + 1, m), True) for i in range(n))
         assert met(method, layout, True) == expected
@@ -37,6 +37,17 @@ def test_costs_of_a_call() -> None:
     assert short.form == "multipole" and long.flops < 10 * short.flops  # 4^1.5 = 8, where exact attention has 16
     assert long.peak_bytes < 4.2 * short.peak_bytes
     assert crossover("exact", "multipole", head_dim=64, is_causal=True) < 2048
+
+
+def test_lengths_that_no_machine_could_hold() -> None:
+    found = [cost("multipole", query_length=1 << power, head_dim=64, is_causal=True).flops for power in (36, 40)]
+    assert found[1] == pytest.approx(found[0] * 16**1.5, rel=0.1)
+
+
+def test_training_meets_what_exact_attention_does_and_more() -> None:
+    shape = dict(query_length=10_000, head_dim=64, is_causal=True, training=True)
+    assert cost("multipole", **shape).flops > cost("exact", **shape).flops
+    assert "time O(n m (d + e))" in cost("multipole", **shape).order
 
 
 def test_bytes_of_a_state() -> None:
