@@ -163,9 +163,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     model, tokenizer = load()
     found = texts(tokenizer, SHORT if options.quick else options.length, options.transcripts)
+    if not found:
+        parser.error(f"--length: no text has {options.length:,} tokens")
     names = list(found) if options.texts is None else options.texts.split(",")
-    if not names or not found.keys() >= set(names):
-        parser.error(f"--texts: expected some of {', '.join(found) or 'none that are so long'}, got {options.texts}")
+    if not found.keys() >= set(names):
+        parser.error(f"--texts: expected some of {', '.join(found)}, got {options.texts}")
     rows = [row for name in (names[:1] if options.quick else names) for row in measure(model, name, found[name])]
     results.write_page("pretrained_decoder", markdown(rows), [finite(asdict(row)) for row in rows])
 

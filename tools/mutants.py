@@ -27,11 +27,13 @@ from rich.progress import Progress
 
 ROOT = Path(__file__).resolve().parents[1]
 CORE = [
-    "_attention.py", "_exact.py", "_features.py", "_forms.py", "_kernel.py", "_layout.py", "_masks.py", "_methods.py",
-    "_recompute.py", "_separable.py", "_state.py",
+    "_attention.py", "_dispatch.py", "_exact.py", "_features.py", "_forms.py", "_kernel.py", "_layout.py", "_masks.py",
+    "_methods.py", "_multipole.py", "_multipole_keys.py", "_recompute.py", "_separable.py", "_state.py",
 ]  # fmt: skip
 QUICK = ["tests/test_tiny.py"]
-SLOW = [f"tests/subquad/test_{name}.py" for name in ("attention", "decoding", "features", "forms", "state")]
+SLOW = [
+    f"tests/subquad/test_{name}.py" for name in ("attention", "decoding", "features", "forms", "multipole", "state")
+]
 GOAL = 0.9
 PATIENCE, SECONDS = 5, 20  # A mutant may take so many times as long as none, and so many seconds in any case.
 MEMORY = 8 << 30  # bytes of address space; the tests need one eighth of it

@@ -1,7 +1,7 @@
 """The methods that a plan looks at, and their errors: predicted from the range of the logits, or measured on a sample.
 
 Taylor            every degree with a payable number of features, with a sample also with centred keys
-RandomFeatures    powers of two, and the number that just keeps the error
+RandomFeatures    powers of two, and without a sample the number that just keeps the error
 Linear, Separable as they are, for comparison
 Multipole         only on a sample, and only where it can be the quickest
 """

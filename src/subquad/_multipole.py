@@ -107,11 +107,7 @@ def group_size(far: int) -> int:
 
 def sizes_of(far: int) -> list[int]:
     """The sizes of all groups that queries with up to so many far blocks use."""
-    sizes, size = [], LEAST
-    while far >= GROUPED and size <= group_size(far):
-        sizes.append(size)
-        size *= 2
-    return sizes
+    return [LEAST << level for level in range((group_size(far) // LEAST).bit_length())]
 
 
 def main_directions(offsets: Tensor, rank: int) -> Tensor:

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from subquad._kernel import cleaned, poison_of, widen
 from subquad._layout import Layout
-from subquad._multipole import Multipole, Units, far_blocks, grown, meet, sizes_of
+from subquad._multipole import LEAST, Multipole, Units, far_blocks, grown, meet, sizes_of
 from subquad._state import Claim, State
 from subquad.native._library import WHOLE
 
@@ -50,12 +50,13 @@ def multipole_attention(
     before = None if state is None or state.keys is None else _folded(state, layout)
     given = (q, k, v) if before is None else (q, k, v, before.keys, before.values)
     recorded = torch.is_grad_enabled() and any(x.requires_grad for x in given)
+    memory: Memory | None
     if runs is None:
         output, memory = _in_order(method, q, k, v, keep, before, is_causal, return_state, twin, recorded)
     else:
         output, memory = _in_segments(method, q, k, v, keep, runs, before, is_causal, return_state, twin, recorded)
     output = output[..., :width] + poison[..., None]
-    if not return_state:
+    if not return_state or memory is None:
         return output, None
     return output, _unfolded(memory, method, layout, last_segment, width)
 
@@ -70,15 +71,14 @@ def _in_order(
     growing: bool, twin: bool, recorded: bool,
 ) -> tuple[Tensor, Memory]:  # fmt: skip
     """Queries and keys of one sequence a row, and what is remembered then."""
-    b, n, m = q.shape[0], q.shape[2], k.shape[1]
+    n, m = q.shape[2], k.shape[1]
     memory, told = appended(method, before, k, v, keep, growing, recorded)
-    count = torch.ones(b, m, dtype=torch.int64, device=k.device) if keep is None else keep.long()
     old = torch.zeros_like(memory.filled) if before is None else before.filled
     if is_causal:  # The last of the new keys that a query sees; without a state, row i has key i.
         last = torch.arange(n, device=k.device) + (0 if before is None else m - n)
         upto = (last + 1).clamp(0, m)
-        counted, poisoned = (F.pad(x.cumsum(1), (1, 0))[:, upto] for x in (count, told))
-        sees, sick = old[:, None] + counted, poisoned
+        counted = upto if keep is None else F.pad(keep.cumsum(1), (1, 0))[:, upto]
+        sees, sick = old[:, None] + counted, F.pad(told.cumsum(1), (1, 0))[:, upto]
     else:
         sees, sick = memory.filled[:, None].expand(-1, n), told.sum(1, keepdim=True).expand(-1, n)
     if before is not None:
@@ -149,7 +149,7 @@ def _may_write(memory: Memory) -> bool:
 def _in_segments(
     method: Multipole, q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, runs: Tensor, before: Memory | None,
     is_causal: bool, growing: bool, twin: bool, recorded: bool,
-) -> tuple[Tensor, Memory]:  # fmt: skip
+) -> tuple[Tensor, Memory | None]:  # fmt: skip
     """Each segment is a sequence of its own; those of about the same length are computed together."""
     if before is not None and not bool(runs.any()):  # As a step mostly does: all go on with the segment of the state.
         return _in_order(method, q, k, v, keep, before, is_causal, growing, twin, recorded)
@@ -179,6 +179,7 @@ def _in_segments(
         part, place = inside.nonzero(as_tuple=True)
         rows = own[part, :, place]  # (tokens, g, e)
         output = output.transpose(1, 2).index_put((h[part, 0], token[part, place]), rows).transpose(1, 2)
+    memory = None
     if growing:
         last = runs[:, -1:] if m else runs[:, :0]
         if before is not None and m:
@@ -186,8 +187,6 @@ def _in_segments(
             before = Memory(before.length, before.keys, before.values, torch.where(goes_on, before.filled, 0),
                             torch.where(goes_on, before.poison, 0.0))  # fmt: skip
         memory, _ = appended(method, before, k, v, keep & (runs == last) if m else keep, True, recorded)
-    else:
-        memory, _ = appended(method, before, k[:, :0], v[:, :0], None, False, recorded)
     return output, memory
 
 
@@ -196,7 +195,7 @@ def _folded(state: State, layout: Layout) -> Memory:
         return x.reshape(layout.rows, *x.shape[len(layout.batch) + 1 :])  # type: ignore[no-any-return]
 
     tensors = [fold(x) for x in state.moments]
-    sizes = [1, *sizes_of(1 << 62)[: len(tensors) // 3 - 1]]
+    sizes = [1, *(LEAST << level for level in range(len(tensors) // 3 - 1))]
     levels = tuple(Units(size, *tensors[3 * i : 3 * i + 3]) for i, size in enumerate(sizes) if tensors)
     return Memory(state.length, fold(state.keys), fold(state.values), fold(state.filled), fold(state.poison), levels,
                   state.claim)  # fmt: skip

@@ -146,8 +146,11 @@ class Calibration:
             form = family(method)
         else:
             form = form_of(method, shape, self.device) if form is None else form
-        parts = work(method, form, shape)
-        return math.fsum(c * w for c, w in zip(self.coefficients[name_of(method, form, shape)], parts, strict=True))
+        name, parts = name_of(method, form, shape), work(method, form, shape)
+        if name not in self.coefficients:  # Of Multipole only what the kernels do is measured.
+            raise ValueError(f"method: no time is known of {type(method).__name__} in training, without the native "
+                             f"kernels, or off the CPU; expected another method, got {method}")  # fmt: skip
+        return math.fsum(c * w for c, w in zip(self.coefficients[name], parts, strict=True))
 
 
 def name_of(method: Named, form: str, shape: Shape) -> str:

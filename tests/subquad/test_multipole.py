@@ -214,11 +214,14 @@ def test_two_calls_from_one_state_do_not_meet() -> None:
             outputs.append(output)
         alone.append(torch.cat(outputs, 2))
     assert torch.equal(alone[0], alone[1]) and torch.equal(alone[0], alone[2])
-    first, second = state, state
+    first, second, third = state, state, state.detach()
     for i, step in enumerate(steps):  # In turn, from the same state, with different keys.
         output, first = attended(SMALL, *step, state=first, return_state=True)
-        _, second = attended(SMALL, *(x * 3 for x in step), state=second, return_state=True)
         assert torch.equal(output, alone[0][:, :, i : i + 1])
+        others = [x * 3 for x in step]
+        output, second = attended(SMALL, *others, state=second, return_state=True)
+        expected, third = attended(SMALL, *others, state=third, return_state=True)
+        assert torch.equal(output, expected)
 
 
 @pytest.mark.parametrize("segment", [None, 7])

@@ -50,6 +50,11 @@ def test_training_meets_what_exact_attention_does_and_more() -> None:
     assert "time O(n m (d + e))" in cost("multipole", **shape).order
 
 
+def test_times_that_nobody_measured_are_refused() -> None:
+    with pytest.raises(ValueError, match="method: no time is known of Multipole in training"):
+        crossover("exact", "multipole", head_dim=64, is_causal=True, by="time", training=True)
+
+
 def test_bytes_of_a_state() -> None:
     q, k, v = torch.randn(3, 1, 2, 500, 16).unbind()
     _, state = attention(q, k, v, is_causal=True, method="multipole", return_state=True)

@@ -3,7 +3,8 @@
 //   S[e][:] = fade S[e][:] + v[e] phi(k),    o[e] = S[e][:].phi(q)
 //
 // S is (e + 1, r), so that a row of it is one long vector, loaded and stored once, while both features stay in the
-// first-level cache. In place, where `after` is `before`.
+// first-level cache. In place, where `after` is `before`. Where r is no whole number of vectors, the last one of a row
+// overlaps the one before it: it is read before that is written, and counts in products only with what is its own.
 #pragma once
 
 #include "maps.h"
@@ -16,7 +17,7 @@ template <class T> class Step {
   explicit Step(const Shape& s)  // its chunk holds the key and the queries of a group
       : s(s), call(s.call), rows(call.values + 1), row(padded<T>(std::max(call.query_width, call.key_width))),
         wide(padded<T>(s.features) + lanes<T>), source(s), tokens(s.chunk * row), value(padded<T>(rows)),
-        features(s.chunk * wide), poison(s.chunk + 1) {}
+        features(s.chunk * wide), lasts(s.chunk * lanes<T>), poison(s.chunk + 1) {}
 
   void operator()(Size b) {
     const Size group = call.group;
@@ -33,6 +34,10 @@ template <class T> class Step {
         std::copy(panel + t * source.panel_stride(), panel + t * source.panel_stride() + s.count(p),
                   features + t * wide + s.first(p));
     }
+    const Size whole = s.features / lanes<T> * lanes<T>, shared = lanes<T> - (s.features - whole);
+    for (Size g = 0; g < group && last() >= 0; ++g)
+      for (Size i = 0; i < lanes<T>; ++i)
+        lasts[g * lanes<T> + i] = i < shared ? T(0) : features[(1 + g) * wide + last() + i];
     T* key = features;
     if (s.series)
       for (Size f = 0; f < s.features; ++f) key[f] *= static_cast<const T*>(call.table)[f];
@@ -53,9 +58,9 @@ template <class T> class Step {
     T* output = static_cast<T*>(call.output) + b * group * call.values;
     T* normalizer = static_cast<T*>(call.normalizer) + b * group;
     for (Size e = 0; e < rows; ++e) {
-      advance(before + e * s.features, after + e * s.features, key, fade, own * value[e]);
+      const T first = advance(before + e * s.features, after + e * s.features, key, fade, own * value[e]);
       for (Size g = 0; g < group; ++g) {
-        const T total = dot(after + e * s.features, features + (1 + g) * wide);
+        const T total = g == 0 ? first : dot(after + e * s.features, g);
         (e == call.values ? normalizer[g] : output[g * call.values + e]) = total;
       }
     }
@@ -70,28 +75,54 @@ template <class T> class Step {
   const SubquadCall& call;
   const Size rows, row, wide;
   Source<T> source;
-  Buffer<T> tokens, value, features, poison;
+  Buffer<T> tokens, value, features, lasts, poison;
 
   void take(const SubquadTensor& from, Size b, Size g, Size width, T scale, T* to, T* sick) {
     read_rows(from, b, g, 0, 1, width, scale, to, row);
     clean(to, row, 1, width, sick);
   }
 
-  void advance(const T* before, T* after, const T* key, T fade, T factor) const {
+  Size last() const { return s.features - lanes<T>; }  // where the last vector of a row begins; below 0 if there is none
+
+  // A row of the sums with the key, and its product with the first query.
+  T advance(const T* before, T* after, const T* key, T fade, T factor) const {
+    const T* query = features + wide;
+    if (last() < 0) {
+      for (Size f = 0; f < s.features; ++f) after[f] = before[f] * fade + key[f] * factor;
+      return dot(after, 0);
+    }
+    const vec<T> end = load(before + last()) * fade + load(key + last()) * factor;
+    vec<T> sums[4] = {};
+    const auto next = [&](Size f, vec<T>& total) {
+      const vec<T> now = load(before + f) * fade + load(key + f) * factor;
+      store(after + f, now);
+      total += now * load(query + f);
+    };
     Size f = 0;
-    for (; f + lanes<T> <= s.features; f += lanes<T>) store(after + f, load(before + f) * fade + load(key + f) * factor);
-    for (; f < s.features; ++f) after[f] = before[f] * fade + key[f] * factor;
+    for (; f + 4 * lanes<T> <= s.features; f += 4 * lanes<T>)
+      for (int i = 0; i < 4; ++i) next(f + i * lanes<T>, sums[i]);
+    for (; f + lanes<T> <= s.features; f += lanes<T>) next(f, sums[0]);
+    if (f < s.features) {
+      store(after + last(), end);
+      sums[1] += end * load(lasts + 0);
+    }
+    return sum<T>((sums[0] + sums[1]) + (sums[2] + sums[3]));
   }
 
-  T dot(const T* a, const T* b) const {
+  T dot(const T* row, Size g) const {
+    const T* query = features + (1 + g) * wide;
+    T total = 0;
+    if (last() < 0) {
+      for (Size f = 0; f < s.features; ++f) total += row[f] * query[f];
+      return total;
+    }
     vec<T> sums[4] = {};
     Size f = 0;
     for (; f + 4 * lanes<T> <= s.features; f += 4 * lanes<T>)
-      for (int i = 0; i < 4; ++i) sums[i] += load(a + f + i * lanes<T>) * load(b + f + i * lanes<T>);
-    for (; f + lanes<T> <= s.features; f += lanes<T>) sums[0] += load(a + f) * load(b + f);
-    T total = sum<T>((sums[0] + sums[1]) + (sums[2] + sums[3]));
-    for (; f < s.features; ++f) total += a[f] * b[f];
-    return total;
+      for (int i = 0; i < 4; ++i) sums[i] += load(row + f + i * lanes<T>) * load(query + f + i * lanes<T>);
+    for (; f + lanes<T> <= s.features; f += lanes<T>) sums[0] += load(row + f) * load(query + f);
+    if (f < s.features) sums[1] += load(row + last()) * load(lasts + g * lanes<T>);
+    return sum<T>((sums[0] + sums[1]) + (sums[2] + sums[3]));
   }
 };
 

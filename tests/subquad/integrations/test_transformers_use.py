@@ -9,7 +9,7 @@ from importlib.metadata import PackageNotFoundError, version
 import pytest
 import torch
 
-from subquad import Linear, Taylor
+from subquad import Linear, Multipole, Taylor
 
 try:
     version("transformers")
@@ -88,6 +88,21 @@ def test_calls_are_undone_in_reverse():
             assert differ(logits(model), first)
         assert torch.equal(logits(model), first)
     assert torch.equal(logits(model), own)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("side", [None, "left"])
+def test_one_query_with_a_mask_of_the_others_is_as_causal_as_its_layer(side, implementation):
+    """A matrix of one row hides keys, and does not tell whether it is causal; Multipole's window depends on it."""
+    model = tiny("llama")
+    model.set_attn_implementation(implementation)
+    with use(model, Multipole(window=3, sinks=1, block=2, top=1, rank=1), layers=[1]):
+        given = dict(max_new_tokens=12, min_new_tokens=12, do_sample=False, return_dict_in_generate=True,
+                     output_logits=True)  # fmt: skip
+        cached = model.generate(**prompt("llama", side), **given)
+        free = model.generate(**prompt("llama", side), use_cache=False, **given)
+    for one, other in zip(cached.logits, free.logits, strict=True):
+        assert (one - other).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])

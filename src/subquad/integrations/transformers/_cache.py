@@ -35,8 +35,8 @@ class StateLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no 
         if self._unread:
             raise RuntimeError(
                 "past_key_values: the attention that read this cache last did not know of its states. Either the model "
-                "changes its keys after it has stored them, and needs use_cache=False, or its attention is no longer "
-                "that of subquad, and it needs a new cache."
+                "changes its keys after it has stored them, and needs use_cache=False; or its attention is no longer "
+                "that of subquad, or the last call was refused, and it needs a new cache."
             )
         self._unread = True
         return self._marked(key_states), value_states
@@ -105,6 +105,7 @@ def state_cache(model: PreTrainedModel) -> Cache:
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=10)).eval()
+    >>> from subquad.integrations.transformers import use
     >>> swapped, cache = use(model, "taylor"), state_cache(model)
     >>> logits = [model(torch.tensor([[token]]), past_key_values=cache).logits for token in (1, 2, 3)]
     >>> cache.layers[0].state

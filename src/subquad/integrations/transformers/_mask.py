@@ -81,7 +81,7 @@ def read(mask: Mask | Tensor | None, is_causal: bool, m: int) -> Seen:
     if mask is None:
         return Seen(is_causal)
     if isinstance(mask, Tensor) and mask.dim() == 4:
-        return _read_matrix(mask, m)
+        return _read_matrix(mask, is_causal, m)
     if not isinstance(mask, Mask):
         raise refusal("attention_mask", f"a {type(mask).__name__} for another kind of attention")
     if mask.rule is None:
@@ -95,7 +95,7 @@ def read(mask: Mask | Tensor | None, is_causal: bool, m: int) -> Seen:
     return Seen(is_causal, keys[:, None, None], segment_ids)
 
 
-def _read_matrix(mask: Tensor, m: int) -> Seen:
+def _read_matrix(mask: Tensor, is_causal: bool, m: int) -> Seen:
     """A matrix (b, 1 or heads, n, ·) that somebody else made is causal, or hides keys, or both; or is refused."""
     shown = mask
     if mask.dtype != torch.bool:
@@ -105,7 +105,7 @@ def _read_matrix(mask: Tensor, m: int) -> Seen:
     shown = shown[..., shown.shape[-1] - m :]
     keys, n = shown.any(-2, keepdim=True), shown.shape[-2]
     if bool((shown == keys).all()):
-        return Seen(False, keys)
+        return Seen(is_causal and n == 1, keys)  # The mask of one query does not tell; the layer does.
     if bool((shown == keys.expand_as(shown).tril(m - n)).all()):
         return Seen(True, keys)
     raise refusal("attention_mask", "a choice for each pair of query and key")

@@ -58,6 +58,7 @@ def use(model: PreTrainedModel, method: Method | str, layers: Iterable[int] | No
         what they had.
     A method with parameters of its own is not made a part of the model: hand them to the optimiser yourself.
 
+    >>> import torch
     >>> from transformers import LlamaConfig, LlamaForCausalLM
     >>> sizes = dict(num_hidden_layers=2, hidden_size=8, num_attention_heads=2, intermediate_size=8, vocab_size=9)
     >>> model = LlamaForCausalLM(LlamaConfig(**sizes)).eval()
