@@ -210,7 +210,10 @@ def attend(
         q, k, v = layout.fold_query(query), layout.fold_key(key), layout.fold_key(value)
         scale = 1 / sqrt(layout.width or 1) if scale is None else scale
         if isinstance(method, Multipole):
-            output, resumable = multipole_attention(
+            # What it chose decides what it computes: nothing that a compiled graph could hold.
+            by_blocks = multipole_attention
+            by_blocks = torch.compiler.disable(by_blocks) if torch.compiler.is_compiling() else by_blocks
+            output, resumable = by_blocks(
                 method, layout, q, k, v, keep=keep, runs=runs, last_segment=last_segment, state=state,
                 is_causal=is_causal, scale=scale, return_state=return_state, twin=form in ("dense", "chunked"),
             )  # fmt: skip

@@ -153,7 +153,11 @@ def _chosen(call: "Call", training: bool, auto: Auto) -> Choice:
             return choice
         if nearest.relative is None or (found.relative or 0.0) < nearest.relative:
             nearest, name = found, describe(method)
-    return _exact(f"no quicker method keeps {auto.max_error:g}; the nearest, {name}, has {nearest}, margin included")
+    tried = any(isinstance(method, Multipole) for method in quicker)
+    return _exact(
+        f"no quicker method keeps {auto.max_error:g}; the nearest, {name}, has {nearest}, margin included"
+        + ("" if tried else "; to check Multipole() would cost too much here")
+    )
 
 
 def _shape(call: "Call", training: bool) -> "Shape":

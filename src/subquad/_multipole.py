@@ -51,6 +51,9 @@ class Multipole:
     window: the last keys, in a causal call. sinks: the first keys. block: keys of a block. top: blocks that a query
     reads key by key. rank: directions in which a block's spread is known.
 
+    Good where neighbouring keys are alike, as in a trained model; keys that are drawn at random have no blocks to speak
+    of. Its gradient takes the choice of blocks and the directions of their spread for constants.
+
     >>> from subquad import attention
     >>> q, k, v = torch.randn(3, 1, 2, 300, 16).unbind()
     >>> exact = attention(q, k, v, is_causal=True)

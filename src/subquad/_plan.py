@@ -130,7 +130,7 @@ def plan(
     >>> print(found.reason.partition(":")[0], found.choice.error, sep=": ")
     Taylor(2): up to about 0.022
     >>> print(plan(query_length=4096, head_dim=64, logit_range=20).reason)  # doctest: +ELLIPSIS
-    Exact(): no approximation can help. With logits up to 20, ... 10^39 features at width 64, or 10^20 random features.
+    Exact(): no feature map can help. With logits ... 10^20 random features. Multipole() may: give a sample.
     """
     check_max_error(max_error)
     for name, flag in {"is_causal": is_causal, "training": training}.items():
@@ -289,7 +289,10 @@ def _reason(
     needs = f"With logits up to {reach:g}, to be sure of a relative error of {max_error:g} takes"
     if min(comb(shape.head_dim + int(min(degree, 500)), int(min(degree, 500))),
            needed_features(max_error, 2 * reach)) > HOPELESS:  # fmt: skip
-        return f"Exact(): no approximation can help. {needs} a Taylor series {series}, or {random} random features."
+        return (
+            f"Exact(): no feature map can help. {needs} a Taylor series {series}, or {random} random features. "
+            "Multipole() may: give a sample."
+        )
     return (
         f"Exact(): no approximation can promise {max_error:g} from the range alone. {needs} a Taylor series {series}, "
         f"or {random} random features; a sample may show that less will do."

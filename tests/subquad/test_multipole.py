@@ -447,6 +447,13 @@ def test_what_it_cannot_do_is_refused() -> None:
     assert torch.func.grad(lambda q: attention(q, k, v, method="multipole").sum())(q).shape == q.shape
 
 
+def test_a_compiled_function_goes_around_it() -> None:
+    q, k, v = (x[None] for x in inputs(60))
+    around = lambda q, k, v: attention(q * 2, k, v, is_causal=True, enable_gqa=True, method=SMALL) + 1
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.compile(around, backend="eager")(q, k, v), around(q, k, v))
+
+
 def test_bits_do_not_depend_on_other_heads_or_threads() -> None:
     q, k, v = normal_inputs(2, 3, n=400, d=16, e=16, std=1.5)
     before = torch.get_num_threads()

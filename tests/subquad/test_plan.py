@@ -80,7 +80,7 @@ def test_long_sequences_with_small_logits_are_taylor() -> None:
 def test_large_logits_are_exact_and_it_says_why() -> None:
     found = plan(query_length=1_000_000, head_dim=64, logit_range=20)
     assert found.method == Exact()
-    assert found.reason.startswith("Exact(): no approximation can help. With logits up to 20")
+    assert found.reason.startswith("Exact(): no feature map can help. With logits up to 20")
     assert "degree 71, 10^39 features at width 64, or 10^20 random features" in found.reason
     assert not any(c.is_acceptable for c in found.candidates if c.method != Exact())
 

@@ -385,8 +385,10 @@ def test_rules_that_are_not_known_are_refused_by_name():
 
 def test_arguments_of_use_are_checked():
     model = tiny("llama")
-    with pytest.raises(ValueError, match=r"layers: expected numbers from 0 to 1, got \[2, 7\]"):
-        use(model, "taylor", layers=[0, 7, 2])
+    with pytest.raises(ValueError, match=r"layers: expected a list of numbers from 0 to 1, got \[7, 2, True\]"):
+        use(model, "taylor", layers=[0, 7, 2, True])
+    with pytest.raises(ValueError, match="layers: expected a list of numbers from 0 to 1, got 1"):
+        use(model, "taylor", layers=1)
     with pytest.raises(TypeError, match="model: expected a model of transformers, got Linear"):
         use(torch.nn.Linear(2, 2), "taylor")
     with pytest.raises(ValueError, match="method: expected one of 'exact'"):

@@ -12,7 +12,7 @@ UNKNOWN = {
 PAIRWISE = {
     "position_bias": "a bias added to each logit",
     "sliding_window": "a window of keys that moves with the query",
-    "dropout": "drawn for each weight in training",
+    "dropout": "drawn for each weight in training (model.eval() ends it)",
 }
 
 

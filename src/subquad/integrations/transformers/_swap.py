@@ -67,7 +67,7 @@ def use(model: PreTrainedModel, method: Method | str, layers: Iterable[int] | No
     layer  name                      before  now
     0      model.layers.0.self_attn  sdpa    as before
     1      model.layers.1.self_attn  sdpa    Taylor(degree=2, basis='symmetric', key_shift=None)
-    >>> model.generate(torch.tensor([[1, 2]]), max_new_tokens=3, do_sample=False, pad_token_id=0).shape
+    >>> model.generate(torch.tensor([[1, 3]]), min_new_tokens=3, max_new_tokens=3, pad_token_id=0).shape
     torch.Size([1, 5])
     >>> swapped.undo()
     """
@@ -77,9 +77,12 @@ def use(model: PreTrainedModel, method: Method | str, layers: Iterable[int] | No
     found = layers_of(model)
     if not found:
         raise ValueError(f"model: {type(model).__name__} has no layer that looks up its attention by name")
-    wanted = set(range(len(found)) if layers is None else layers)
-    if outside := wanted - set(range(len(found))):
-        raise ValueError(f"layers: expected numbers from 0 to {len(found) - 1}, got {sorted(outside)}")
+    wanted = range(len(found)) if layers is None else layers
+    if not isinstance(wanted, Iterable):
+        raise ValueError(f"layers: expected a list of numbers from 0 to {len(found) - 1}, got {layers!r}")
+    wanted = list(wanted)
+    if outside := [x for x in wanted if isinstance(x, bool) or not isinstance(x, int) or not 0 <= x < len(found)]:
+        raise ValueError(f"layers: expected a list of numbers from 0 to {len(found) - 1}, got {outside}")
     swaps = []
     for number, (name, layer) in enumerate(found.items()):
         before = str(method_of(layer) or layer.config._attn_implementation)
