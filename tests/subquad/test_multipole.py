@@ -167,7 +167,7 @@ def test_the_future_changes_no_bit(name, form, dtype, groups) -> None:
             past = after[..., :place, :], before[..., :place, :]
             if form == "fused" and AVAILABLE:
                 assert torch.equal(*past), (place, edit)
-            else:  # torch's operations: rows share a product with the blocks that any of them chose: its order of sums may change.
+            else:  # In torch rows share a product with the blocks that any of them chose: its order of sums may change.
                 torch.testing.assert_close(*past, rtol=1e-5, atol=1e-5)
 
 
