@@ -11,7 +11,7 @@ test bench demo mutants sanitize: export ONEDNN_MAX_CPU_ISA = AVX512_CORE_BF16
 PIP_INSTALL := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 \
 	$(BIN)/python -m pip install -qq -c constraints.txt
 
-KERNELS := $(wildcard src/subquad/native/*.cpp src/subquad/native/*.h)
+KERNELS := $(wildcard src/subquad/native/src/*.cpp src/subquad/native/src/*.h)
 
 .PHONY: help demo test lint bench mutants docs wheel sanitize clean
 .DEFAULT_GOAL := help
@@ -25,10 +25,11 @@ demo: .venv/installed ## compare the methods on this machine: time, memory, erro
 test: .venv/installed ## run every test
 	@$(BIN)/python -m pytest
 
-lint: .venv/installed ## ruff and mypy
+lint: .venv/installed ## ruff, mypy and clang-format
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+	@$(BIN)/clang-format --dry-run -Werror src/subquad/native/src/*
 
 bench: .venv/installed-bench ## measure against torch and performer-pytorch, write benchmarks/results/
 	@$(BIN)/python benchmarks/attention.py

@@ -1,4 +1,4 @@
-"""For all tests and doctests: a calibrated machine, with round figures; never the user's own cache, nor a network."""
+"""For all tests and doctests: a calibrated machine with round figures; never the user's own cache or a network."""
 
 import json
 import os
@@ -12,9 +12,9 @@ COEFFICIENTS = {
     "exact": [width * 2e-11 for _ in range(6) for width in (16, 64, 128)],  # of a pair, by length and width
     "dense": [2e-4, 1.2e-11, 4e-10, 2e-11, 1e-9],
     "fused": [3e-5, 1.2e-11, 2e-11, 1.2e-11, 1e-9],
-    "multipole": [2e-3, 1.2e-11, 1e-6, 1e-11, 1e-9],
     "chunked": [3e-4, 1e-5, 2e-11, 1.2e-11, 2e-10, 1.2e-11, 2e-10, 1e-9],
 }
+MULTIPOLE = [2e-3, 1.2e-11, 1e-6, 1e-11, 1e-9]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -24,15 +24,21 @@ def calibrated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     os.environ["SUBQUAD_CACHE"] = str(folder)
     import torch
 
-    from subquad._cache import file_of, machine
-    from subquad._calibration import grid
-    from subquad._times import name_of
+    from subquad import native
+    from subquad.planning.calibration import grid
+    from subquad.planning.calibration_file import file_of, machine
+    from subquad.planning.seconds import family, name_of
 
-    names = {name_of(*call): call[1] for call in grid()}
-    found = {name: [c * (3 if "training" in name else 1) for c in COEFFICIENTS[form]] for name, form in names.items()}
-    for threads in {1, torch.get_num_threads()}:
-        of = machine(torch.device("cpu"), torch.float32) | {"threads": threads}
-        file_of(of).write_text(json.dumps({"machine": of, "coefficients": found}))
+    for with_kernels in {native.available(), False}:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(native, "available", lambda answer=with_kernels: answer)
+            found = {}
+            for method, form, shape in grid():
+                row = MULTIPOLE if family(method) == "multipole" else COEFFICIENTS[form]
+                found[name_of(method, form, shape)] = [c * (3 if shape.training else 1) for c in row]
+            for threads in {1, torch.get_num_threads()}:
+                of = machine(torch.device("cpu"), torch.float32) | {"threads": threads}
+                file_of(of).write_text(json.dumps({"machine": of, "coefficients": found}))
     yield
     if before is None:
         del os.environ["SUBQUAD_CACHE"]

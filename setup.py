@@ -1,4 +1,4 @@
-"""The kernels of src/subquad/native, compiled where there is a C++ compiler; everything else is in pyproject.toml.
+"""The kernels of src/subquad/native/src, compiled where there is a C++ compiler; everything else is in pyproject.toml.
 
 They are a plain C library that Python opens with ctypes, so neither torch's headers nor Python's are needed, and one
 binary serves all versions of both. Without a compiler the installation goes on, and subquad uses torch alone.
@@ -15,7 +15,7 @@ class BuildKernels(build_ext):
         return []  # It is no module of Python, and has no initialiser.
 
 
-FOLDER = "src/subquad/native"
+FOLDER = "src/subquad/native/src"
 KERNELS = Extension(
     "subquad.native._kernels",
     sources=sorted(glob(f"{FOLDER}/*.cpp")),

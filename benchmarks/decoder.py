@@ -200,8 +200,8 @@ def _replaced(model: nn.Module, function: Callable[..., Tensor], layers: Collect
 
 
 def main() -> None:
-    """Perplexity before and after all layers attend by Multipole, through `use`."""
-    from subquad.integrations.transformers import use
+    """Print the perplexity before and after `replace_attention(model, "multipole")`."""
+    from subquad.integrations.transformers import replace_attention
 
     model, tokenizer = load()
     tokens = tokenizer(manual()[:40_000], return_tensors="pt").input_ids[:, :LENGTH]
@@ -209,7 +209,7 @@ def main() -> None:
         f"exact: perplexity {perplexity(model, tokens):.2f} of {tokens.shape[1]:,} tokens of Python's manual",
         flush=True,
     )
-    use(model, "multipole")
+    replace_attention(model, "multipole")
     print(f"multipole: perplexity {perplexity(model, tokens):.2f}")
 
 

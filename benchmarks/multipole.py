@@ -28,8 +28,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import subquad
 from subquad import Decoder, Multipole
-from subquad._layout import check_shapes
-from subquad._multipole_cost import met
+from subquad.planning.multipole_cost import met
+from subquad.planning.shape import Shape
 from subquad_lab.measure import in_turn
 
 LAYERS, PIECE = (3, 11, 19), 8192
@@ -97,7 +97,7 @@ def by(method: Multipole, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def error(method: Multipole, inputs: Inputs) -> float:
-    found = subquad.measure_error(method, *inputs, is_causal=True, enable_gqa=True, rows=64).relative
+    found = subquad.measure_error(*inputs, is_causal=True, enable_gqa=True, method=method, rows=64).relative
     return float("nan") if found is None else found
 
 
@@ -152,8 +152,8 @@ def step(layers: dict[int, Inputs], length: int) -> Step:
 
 
 def share(method: Multipole, inputs: Inputs) -> float:
-    layout = check_shapes(*inputs, enable_gqa=True)
-    return met(method, layout, True) / (layout.queries * (layout.queries + 1) / 2)
+    n, width = inputs[0].shape[-2:]
+    return met(method, Shape(n, n, width, width, is_causal=True)) / (n * (n + 1) / 2)
 
 
 def curve(layers: dict[int, Inputs]) -> list[Setting]:

@@ -15,6 +15,7 @@ import math
 import os
 import tempfile
 import time
+import warnings
 from functools import partial
 from itertools import pairwise, product
 
@@ -24,23 +25,21 @@ from rich.progress import track
 
 import subquad
 from subquad import Exact, Linear, Plan, RandomFeatures, Separable, Taylor
-from subquad._cache import calibrate_into, file_of
-from subquad._cache import machine as machine_of
-from subquad._calibration import calibrate, fitted, grid, one_turn
-from subquad._candidates import taylor
-from subquad._methods import Approximation, Named
-from subquad._plan import describe
-from subquad._times import Calibration
+from subquad.methods import AnyMethod, label_of
+from subquad.planning.calibration import calibrate, fitted, grid, one_turn
+from subquad.planning.calibration_file import calibrate_into, file_of
+from subquad.planning.calibration_file import machine as machine_of
+from subquad.planning.seconds import Calibration
 from subquad_lab.measure import best_seconds
 
 WIDTHS, LENGTHS, RANGES = (16, 32, 64, 128), (256, 512, 1024, 2048, 4096, 8192), (0.1, 0.5, 1.5)
-METHODS = (taylor(1), Taylor(2), RandomFeatures(64), RandomFeatures(256), Linear("elu"), Separable())
+METHODS = (Taylor(1), Taylor(2), RandomFeatures(64), RandomFeatures(256), Linear("elu"), Separable())
 MOST = 2.5  # Candidates that are predicted to take more than so many times the best are not measured.
 TURNS = 3
 SLOW = 1.3  # A choice may take so many times as long as the best.
 
 
-Cell = tuple[Named, int, int]  # method, length, width
+Cell = tuple[AnyMethod, int, int]  # method, length, width
 
 
 def measure(best: dict[Cell, float], cells: set[Cell], heads: int) -> None:
@@ -52,12 +51,12 @@ def measure(best: dict[Cell, float], cells: set[Cell], heads: int) -> None:
         best[cell] = min(best.get(cell, math.inf), best_seconds(attend, repeats=2, at_least=0.03))
 
 
-def crossover_cells() -> list[tuple[int, Approximation]]:
+def crossover_cells() -> list[tuple[int, AnyMethod]]:
     """Widths and methods whose crossover may lie within the lengths that are measured."""
     return [(d, m) for d, m in product(WIDTHS, METHODS) if not isinstance(m, Taylor) or m.size(d) <= 1000]
 
 
-def measured_crossover(seconds: dict[Cell, float], method: Approximation, width: int) -> float | None:
+def measured_crossover(seconds: dict[Cell, float], method: AnyMethod, width: int) -> float | None:
     """Where the curves of both methods, straight between the measured lengths on logarithmic axes, cross for good."""
     gains = [math.log(seconds[Exact(), n, width] / seconds[method, n, width]) for n in LENGTHS]
     for i, (a, b) in reversed(list(enumerate(pairwise(gains)))):
@@ -73,11 +72,11 @@ def crossovers(seconds: dict[Cell, float], heads: int) -> list[dict]:
     for width, method in crossover_cells():
         predicted = subquad.crossover(Exact(), method, by="time", head_dim=width, heads=heads, is_causal=True)
         found = measured_crossover(seconds, method, width)
-        rows.append(dict(width=width, method=describe(method), measured=found, predicted=predicted))
+        rows.append(dict(width=width, method=label_of(method), measured=found, predicted=predicted))
     return rows
 
 
-def rivals(plan: Plan) -> list[Named]:
+def rivals(plan: Plan) -> list[AnyMethod]:
     """The methods that keep the error and may be the quickest."""
     able = [c for c in plan.candidates if c.is_acceptable and c.is_chosen_form]
     return [c.method for c in able if c.seconds <= MOST * able[0].seconds or isinstance(c.method, Exact)]
@@ -89,8 +88,8 @@ def choices(seconds: dict[Cell, float], plans: dict[tuple[int, int, float], Plan
         times = {method: seconds[method, length, width] for method in rivals(plan)}
         best = min(times, key=lambda method: times[method])
         ratio = times[plan.method] / times[best]
-        rows.append(dict(length=length, width=width, logit_range=reach, choice=describe(plan.method),
-                         best=describe(best), ratio=ratio))  # fmt: skip
+        rows.append(dict(length=length, width=width, logit_range=reach, choice=label_of(plan.method),
+                         best=label_of(best), ratio=ratio))  # fmt: skip
     return rows
 
 
@@ -155,6 +154,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Check the planner's predictions.")
     parser.add_argument("--heads", type=int, default=8)
     heads = parser.parse_args().heads
+    warnings.filterwarnings("ignore", ".*weights can be negative")  # of Taylor(1), which is measured on purpose
     begin = time.perf_counter()
     first = calibrate(torch.device("cpu"))
     print(f"calibration: {time.perf_counter() - begin:.1f} s")

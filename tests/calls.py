@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from subquad import Linear, RandomFeatures, Separable, State, Taylor
-from subquad._attention import attend
+from subquad._calls.call import Call
+from subquad._engines import run
 
 NAN, INF = float("nan"), float("inf")
 
@@ -32,14 +33,9 @@ class Squares:
         return F.pad(x.square(), (1, 0), value=0.1), x.sum(-1) / 4
 
 
-def odd_taylor(degree: int) -> Taylor:
-    with pytest.warns(UserWarning, match="weights can be negative"):
-        return Taylor(degree)
-
-
 METHODS = {
     "taylor": Taylor(2),
-    "odd taylor": odd_taylor(3),
+    "odd taylor": Taylor(3),
     "positive": RandomFeatures(16),
     "hyperbolic": RandomFeatures(16, "hyperbolic"),
     "trigonometric": RandomFeatures(16, "trigonometric"),
@@ -108,11 +104,15 @@ def attended(
     state: State | None = None,
     return_state: bool = False,
 ) -> tuple[Tensor, State | None]:
-    """The output and the state, in the form of the test's choice; query heads share key heads where there are fewer."""
+    """Return the output and the state, in the form of the test's choice; query heads share key heads if there are
+    fewer."""
     grouped = q.dim() > 2 and q.shape[-3] != k.shape[-3]
-    return attend(
-        q, k, v, None, 0.0, is_causal, None, grouped, method, keep, segments, state, return_state, form, chunk
+    call = Call.of(
+        q, k, v, is_causal=is_causal, enable_gqa=grouped, key_padding_mask=keep, segment_ids=segments, state=state,
+        return_state=return_state,
     )  # fmt: skip
+    output, state, _ = run(method, call, form=form, chunk=chunk)
+    return output, state
 
 
 def resumed(
@@ -163,7 +163,7 @@ def same_bits(a: Tensor, b: Tensor) -> Tensor:
 
 
 def totals(state: State) -> Tensor:
-    """(..., r, e + 1): the sums with their normaliser, whatever log-scale they are kept at."""
+    """(..., r, e + 1): the sums with their normalizer, whatever log-scale they are kept at."""
     return state.sums if state.log_scale is None else state.sums * state.log_scale.exp()[..., None]
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from hypothesis import settings
 
-from subquad import _calibration
-from subquad._times import work
-from subquad.native import _library
+from subquad import native
+from subquad.planning import calibration
+from subquad.planning.seconds import work
 
 settings.register_profile("subquad", derandomize=True, deadline=None, print_blob=True)
 settings.load_profile("subquad")
@@ -27,14 +27,14 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture
 def torch_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls go the way of torch's own operations, also in processes that the test starts."""
-    monkeypatch.setattr(_library, "AVAILABLE", False)
+    """Compute by torch's own operations, also in processes that the test starts."""
+    monkeypatch.setattr(native, "available", lambda: False)
     monkeypatch.setenv("SUBQUAD_NATIVE", "0")
 
 
 @pytest.fixture
 def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """An empty cache, and a machine that takes 1 nanosecond for each unit of work; the methods measured on it."""
+    """Use an empty cache, and a machine that takes 1 nanosecond per unit of work; return the methods measured on it."""
     measured: list[Any] = []
 
     def known(method: Any, form: str, shape: Any, device: object, dtype: object, before: float) -> float:
@@ -42,5 +42,5 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         return 1e-9 * sum(work(method, form, shape))
 
     monkeypatch.setenv("SUBQUAD_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(_calibration, "measured_seconds", known)
+    monkeypatch.setattr(calibration, "measured_seconds", known)
     return measured

@@ -4,7 +4,6 @@ Independent of the library's forms and masks; only random projections and a user
 """
 
 import math
-import warnings
 
 import torch
 from torch import Tensor
@@ -29,24 +28,22 @@ class Squares(torch.nn.Module):
         return features, x.sum(-1) / 2 if not is_query else torch.zeros_like(x[..., 0])
 
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # Odd and diagonal series warn, as they should; here they are wanted.
-    METHODS = {
-        "taylor0": Taylor(0),
-        "taylor1": Taylor(1),
-        "taylor2": Taylor(2),
-        "taylor3": Taylor(3),
-        "shifted": Taylor(2, key_shift=torch.tensor([0.5, -0.25, 0.1, 0.3])),
-        "diagonal": Taylor(2, basis="diagonal"),
-        "positive": RandomFeatures(7),
-        "hyperbolic": RandomFeatures(6, kind="hyperbolic", key_shift=torch.tensor([0.5, -0.25, 0.1, 0.3])),
-        "trigonometric": RandomFeatures(6, kind="trigonometric", orthogonal=False),
-        "identity": Linear(),
-        "elu": Linear("elu"),
-        "relu": Linear("relu"),
-        "separable": Separable(),
-        "user": Squares(),
-    }
+METHODS = {
+    "taylor0": Taylor(0),
+    "taylor1": Taylor(1),
+    "taylor2": Taylor(2),
+    "taylor3": Taylor(3),
+    "shifted": Taylor(2, key_shift=torch.tensor([0.5, -0.25, 0.1, 0.3])),
+    "diagonal": Taylor(2, basis="diagonal"),
+    "positive": RandomFeatures(7),
+    "hyperbolic": RandomFeatures(6, kind="hyperbolic", key_shift=torch.tensor([0.5, -0.25, 0.1, 0.3])),
+    "trigonometric": RandomFeatures(6, kind="trigonometric", orthogonal=False),
+    "identity": Linear(),
+    "elu": Linear("elu"),
+    "relu": Linear("relu"),
+    "separable": Separable(),
+    "user": Squares(),
+}
 
 
 def visible(n: int, m: int, is_causal: bool, keep: Tensor | None, segments: Tensor | None, past: int = 0) -> Tensor:
@@ -70,7 +67,7 @@ def visible(n: int, m: int, is_causal: bool, keep: Tensor | None, segments: Tens
 
 
 def weights(method: object, q: Tensor, k: Tensor, scale: float, seen: Tensor) -> Tensor:
-    """(..., n, m) before the normaliser."""
+    """(..., n, m) before the normalizer."""
     if getattr(method, "key_shift", None) is not None:
         k = k - torch.tensor(method.key_shift, dtype=k.dtype)
     x = q @ k.mT * scale

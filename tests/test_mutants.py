@@ -6,14 +6,18 @@ import os
 import signal
 import subprocess
 import sys
-from importlib.util import module_from_spec, spec_from_file_location
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from itertools import accumulate
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FILES = sorted((ROOT / "src/subquad").glob("_[a-z]*.py"))
+FOLDERS = ("methods", "_calls", "_engines")
+FILES = [
+    ROOT / "src/subquad/attention.py",
+    *sorted(x for name in FOLDERS for x in (ROOT / "src/subquad" / name).rglob("*.py")),
+]
 spec = spec_from_file_location("mutations", ROOT / "tools/mutations.py")
 mutations = module_from_spec(spec)
 spec.loader.exec_module(mutations)
@@ -75,7 +79,8 @@ def test_what_becomes_of_an_expression(source, expected, tmp_path):
         'raise ValueError(f"{a + 1}" + "b")',
         'y = f"{a + 1}"',
         'warnings.warn("a" + b, stacklevel=3)',
-        "CHUNK = 64",
+        "FEW_TOKENS = 64",
+        "def traits(self):\n    return 1 + 2",
         'hint = "a" if b else "c"',
         "zip(a, b, strict=True)",
     ],
@@ -134,7 +139,7 @@ from mutants import run
 from mutations import Mutant
 
 seconds, *sources = sys.argv[1:]
-mutants = [Mutant(Path("subquad/_core.py").resolve(), 1, "", "", source.encode()) for source in sources]
+mutants = [Mutant(Path("subquad/deep/core.py").resolve(), 1, "", "", source.encode()) for source in sources]
 stages = [(["test_quick.py"], float(seconds)), (["test_slow.py"], float(seconds))]
 print(json.dumps({mutant.source.decode(): code for mutant, code in run(mutants, stages, jobs=2)}))
 """
@@ -150,11 +155,12 @@ print(json.dumps({mutant.source.decode(): code for mutant, code in run(mutants, 
 )
 def test_verdicts(seconds, expected, tmp_path):
     """On a library of one function, in a process that never loads torch."""
-    (tmp_path / "subquad").mkdir()
+    (tmp_path / "subquad/deep").mkdir(parents=True)
     (tmp_path / "subquad/__init__.py").touch()
-    (tmp_path / "subquad/_core.py").write_text("raise ImportError('not the mutant')")
+    (tmp_path / "subquad/deep/__init__.py").touch()
+    (tmp_path / "subquad/deep/core.py").write_text("raise ImportError('not the mutant')")
     for name, number in (("quick", 2), ("slow", 3)):
-        test = f"from subquad._core import twice\n\ndef test():\n    assert twice({number}) == {2 * number}"
+        test = f"from subquad.deep.core import twice\n\ndef test():\n    assert twice({number}) == {2 * number}"
         (tmp_path / f"test_{name}.py").write_text(test)
     found = subprocess.run(
         [sys.executable, "-c", VERDICTS, str(seconds), *expected],
@@ -165,3 +171,23 @@ def test_verdicts(seconds, expected, tmp_path):
         check=True,
     )
     assert json.loads(found.stdout) == expected
+
+
+NAMES = """
+import json
+from mutants import CORE, LIBRARY, label_of, module_of
+print(json.dumps([(name, label_of(LIBRARY / name), module_of(LIBRARY / name)) for name in CORE]))
+"""
+
+
+def test_every_file_of_the_core_is_planted_by_its_full_name():
+    found = subprocess.run(
+        [sys.executable, "-c", NAMES], cwd=ROOT / "tools", capture_output=True, text=True, check=True
+    ).stdout
+    names, labels, modules = zip(*json.loads(found), strict=True)
+    assert sorted(ROOT / "src/subquad" / name for name in names) == sorted(FILES)
+    assert labels == names and len(set(modules)) == len(modules)
+    assert {"subquad.attention", "subquad._engines", "subquad._engines.features.engine"} <= set(modules)
+    for name, module in zip(names, modules, strict=True):
+        spec = find_spec(module)
+        assert spec is not None and Path(spec.origin) == ROOT / "src/subquad" / name

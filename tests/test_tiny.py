@@ -6,10 +6,13 @@ Sizes are tiny and odd, chunks of two tokens, so that every border between chunk
 import pytest
 import torch
 
-import subquad._dispatch as dispatch
 from reference import METHODS, Squares, reference
 from subquad import Exact, Linear, RandomFeatures, Separable, State, Taylor, attention
-from subquad._attention import attend
+from subquad._calls.call import Call
+from subquad._engines import run
+from subquad._engines.features import choose_form as form_module
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*weights can be negative")  # Odd series are meant to be here.
 
 B, H, N, D, E = 2, 2, 13, 4, 3
 NAMES = [*METHODS]
@@ -24,7 +27,9 @@ def tensors(n: int = N, m: int = N, heads: int = H, key_heads: int = H, seed: in
 
 
 def in_form(form, method, q, k, v, is_causal=False, keep=None, segments=None, state=None, return_state=False, chunk=2):
-    return attend(q, k, v, None, 0.0, is_causal, None, False, method, keep, segments, state, return_state, form, chunk)
+    call = Call.of(q, k, v, is_causal=is_causal, key_padding_mask=keep, segment_ids=segments, state=state,
+                   return_state=return_state)  # fmt: skip
+    return run(method, call, form=form, chunk=chunk)[:2]
 
 
 def assert_close(a: torch.Tensor, b: torch.Tensor) -> None:
@@ -127,7 +132,7 @@ def test_sizes_that_the_call_chooses_itself(name, monkeypatch) -> None:
     for is_causal in (False, True):
         expected = reference(method, q, k, v, is_causal).detach()
         assert_close(attention(q, k, v, is_causal=is_causal, method=method).detach(), expected)
-        monkeypatch.setattr(dispatch, "WAVE", 64)
+        monkeypatch.setattr(form_module, "WAVE_TOKENS", 64)
         output, state = attention(q, k, v, is_causal=is_causal, method=method, return_state=True)
         assert_close(output.detach(), expected)
         again = attention(q[:, :, :1], k[:, :, :1], v[:, :, :1], is_causal=True, method=method, state=state)
@@ -233,8 +238,8 @@ def test_dense_in_several_blocks_and_chunks_in_one_unit(name, is_causal, monkeyp
     cotangent = tensors(seed=1, requires_grad=False)[2]
     expected = reference(METHODS[name], *inputs, is_causal, KEEP)
     wanted = torch.autograd.grad(expected, inputs, cotangent, materialize_grads=True)
-    monkeypatch.setattr(dispatch, "PAIRS", 1)
-    monkeypatch.setattr(dispatch, "CHUNK", 4)
+    monkeypatch.setattr(form_module, "DENSE_PAIRS", 1)
+    monkeypatch.setattr(form_module, "CHUNK_TOKENS", 4)
     output, _ = in_form("dense", METHODS[name], *inputs, is_causal, KEEP)
     assert_close(output.detach(), expected.detach())
     for a, b in zip(torch.autograd.grad(output, inputs, cotangent), wanted, strict=True):

@@ -1,6 +1,6 @@
-"""Tiny models of transformers with random parameters, and inputs for them; made on the spot, nothing is downloaded.
+"""Tiny transformers models with random parameters, and inputs for them; nothing is downloaded.
 
-Their parameters are larger than those of a fresh model, so that attention is far from a plain average.
+Their parameters are larger than those of a new model, so that attention is far from a plain average.
 """
 
 from typing import Any
@@ -9,7 +9,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-transformers.logging.set_verbosity_error()  # It tells of image processors that nobody asked for.
+transformers.logging.set_verbosity_error()  # It warns about image processors, which are not used here.
 
 WORDS, LENGTH = 40, 9
 SPECIAL = dict(vocab_size=WORDS, pad_token_id=0, bos_token_id=1, eos_token_id=2)
@@ -44,14 +44,14 @@ def tiny(name: str, seed: int = 0, **changes: Any) -> Any:
         for part in model.modules():
             for parameter in part.parameters(recurse=False):
                 if parameter.dim() > 1:
-                    # Of unit size where a table is read, and such that a product keeps the size of what it is given.
+                    # Embeddings have unit variance; other matrices roughly preserve the norm of their input.
                     width = 1 if isinstance(part, nn.Embedding) else parameter.shape[-1]
                     parameter.normal_(std=1.2 / width**0.5)
     return model
 
 
 def padding(side: str | None) -> Tensor:
-    """(3, LENGTH), 1 = a token: rows of different lengths, filled up on one side."""
+    """Return (3, LENGTH), 1 = a token: rows of different lengths, padded on one side."""
     shown = torch.ones(3, LENGTH, dtype=torch.long)
     for row, hidden in enumerate((0, 2, 5)):
         if side == "left":
@@ -62,7 +62,7 @@ def padding(side: str | None) -> Tensor:
 
 
 def inputs(name: str, side: str | None = None, seed: int = 1) -> dict[str, Tensor]:
-    """What the model takes, for one row of tokens per row of the padding; no mask where there is no side."""
+    """Return the inputs of a model, one row of tokens per row of the padding; without a mask if `side` is None."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, WORDS, (3, LENGTH), generator=generator)
     mask = {} if side is None else dict(attention_mask=padding(side))
@@ -75,10 +75,10 @@ def inputs(name: str, side: str | None = None, seed: int = 1) -> dict[str, Tenso
 
 
 def prompt(name: str, side: str | None = None) -> dict[str, Tensor]:
-    """What `generate` takes: of encoder-decoders what the encoder reads."""
+    """Return the inputs of `generate`; for encoder-decoder models, those of the encoder."""
     return {key: value for key, value in inputs(name, side).items() if not key.startswith("decoder_")}
 
 
 def real(side: str | None) -> Tensor:
-    """(3, LENGTH), True = a token."""
+    """Return (3, LENGTH), True = a token."""
     return padding(side).bool()

@@ -23,7 +23,7 @@ def main() -> int:
     runtime = subprocess.run([compiler, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
     with tempfile.TemporaryDirectory() as folder:
         library = Path(folder) / "kernels.so"
-        sources = sorted(map(str, (ROOT / "src/subquad/native").glob("*.cpp")))
+        sources = sorted(map(str, (ROOT / "src/subquad/native").rglob("*.cpp")))
         print("Compiling with the sanitizers ...", flush=True)
         subprocess.run([compiler, *FLAGS, *sources, "-o", str(library)], check=True)
         environment = os.environ | {

@@ -6,45 +6,39 @@
 torch.Size([1, 8, 512, 16])
 """
 
-from subquad._attention import attention, normalizer
-from subquad._auto import Auto
-from subquad._cost import cost, crossover, multihead_cost
-from subquad._decoder import Decoder
-from subquad._error import error, needed_degree, needed_features
-from subquad._features import Exact, FeatureMap, Linear, RandomFeatures, Taylor
-from subquad._modules import MultiheadAttention
-from subquad._multipole import Multipole
-from subquad._plan import Plan, plan
-from subquad._replace import Replacements, replace_attention
-from subquad._sample import logit_range, measure_error
-from subquad._separable import Separable
-from subquad._state import State
+from subquad._calls.state import State
+from subquad._engines.decoder import Decoder
+from subquad.attention import attention, normalizer
+from subquad.methods.error_estimate import ErrorEstimate
+from subquad.methods.exact import Exact
+from subquad.methods.feature_map import FeatureMap
+from subquad.methods.linear import Linear
+from subquad.methods.multipole import Multipole
+from subquad.methods.random_features import RandomFeatures
+from subquad.methods.separable import Separable
+from subquad.methods.taylor import Taylor
+from subquad.nn.multihead import MultiheadAttention
+from subquad.nn.replace import replace_attention
+from subquad.nn.report import Replacement, Replacements
+from subquad.planning.auto import Auto, Choice
+from subquad.planning.cost import cost, multihead_cost
+from subquad.planning.cost_result import Cost
+from subquad.planning.crossover import crossover
+from subquad.planning.error import error, needed_degree, needed_features
+from subquad.planning.measured_error import logit_range, measure_error
+from subquad.planning.plan import Candidate, Plan, plan
 
 __version__ = "0.1.0"
+
 __all__ = [
-    "Auto",
-    "Decoder",
-    "Exact",
-    "FeatureMap",
-    "Linear",
-    "MultiheadAttention",
-    "RandomFeatures",
-    "Plan",
-    "Replacements",
-    "Separable",
-    "Multipole",
-    "State",
-    "Taylor",
-    "attention",
-    "cost",
-    "crossover",
-    "error",
-    "logit_range",
-    "measure_error",
-    "multihead_cost",
-    "needed_degree",
-    "needed_features",
-    "normalizer",
+    # compute
+    "attention", "normalizer", "Decoder", "Exact", "Taylor", "RandomFeatures", "Linear", "Separable", "Multipole",
+    "Auto", "FeatureMap", "State",
+    # predict
+    "cost", "multihead_cost", "crossover", "error", "needed_degree", "needed_features", "logit_range", "measure_error",
     "plan",
-    "replace_attention",
-]
+    # modules
+    "MultiheadAttention", "replace_attention",
+    # result types
+    "Candidate", "Choice", "Cost", "ErrorEstimate", "Plan", "Replacement", "Replacements",
+]  # fmt: skip

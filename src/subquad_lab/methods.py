@@ -1,20 +1,11 @@
 """Methods named on the command line: "taylor:2" is `subquad.Taylor(degree=2)`."""
 
-from collections.abc import Callable
 from typing import Any
 
-import subquad
+from subquad.methods import BUILT_IN
 from subquad_lab import UsageError
 
-# name: the method's class, the argument that may follow the colon, and how to read it.
-METHODS: dict[str, tuple[Callable[..., Any], str | None, type]] = {
-    "exact": (subquad.Exact, None, str),
-    "taylor": (subquad.Taylor, "degree", int),
-    "random": (subquad.RandomFeatures, "num_features", int),
-    "linear": (subquad.Linear, "activation", str),
-    "separable": (subquad.Separable, None, str),
-    "multipole": (subquad.Multipole, "top", int),
-}
+METHODS: dict[str, Any] = {kind.name: kind for kind in BUILT_IN}
 
 MOST_FEATURES = 1 << 16  # of a model that is trained
 
@@ -24,17 +15,18 @@ def parse_method(spec: str, option: str = "--method") -> Any:
     name, colon, text = spec.partition(":")
     if name not in METHODS:
         raise UsageError(f"{option}: {spec!r} is unknown; expected one of {', '.join(METHODS)}")
-    make, argument, read = METHODS[name]
+    kind = METHODS[name]
     if not colon:
-        return make()
+        return kind()
+    argument = kind.argument
     if argument is None:
         raise UsageError(f"{option}: {spec!r}: {name} takes nothing after the colon")
     try:
-        value = read(text)
+        value = type(getattr(kind(), argument))(text)  # read as the type of the default
     except ValueError:
         raise UsageError(f"{option}: {spec!r}: {argument} must be a whole number, not {text!r}") from None
     try:
-        return make(**{argument: value})
+        return kind(**{argument: value})
     except (TypeError, ValueError) as error:
         raise UsageError(f"{option}: {spec!r}: {error}") from error
 

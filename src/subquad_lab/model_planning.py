@@ -11,6 +11,7 @@ Errors are of one layer with the others exact: with several layers changed they 
 Axes: h query heads, n tokens, d width.
 """
 
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,9 +25,12 @@ from torch import Tensor
 
 import subquad
 from subquad import Exact
-from subquad._error import check_max_error
-from subquad._plan import describe, predicted_seconds, short
-from subquad._sample import MARGIN
+from subquad.methods import label_of
+from subquad.methods.error_estimate import check_max_error
+from subquad.planning.calibration_file import predicted_seconds
+from subquad.planning.measured_error import SAMPLE_MARGIN
+from subquad.planning.shape import Shape
+from subquad.planning.text import short
 from subquad_lab import UsageError
 from subquad_lab.planning import calibration_shown, in_options
 from subquad_lab.pretrained import Layer, load, read, watch
@@ -74,7 +78,7 @@ def run(model: str | None, text: str | None, tokens: int | None, max_error: floa
     sequence = read(text, loaded, tokenizer, tokens)
     try:
         with calibration_shown() as progress:
-            predicted_seconds(Exact(), query_length=1, head_dim=1, progress=progress)
+            predicted_seconds(Exact(), Shape.of(query_length=1, head_dim=1), progress=progress)
     except PermissionError as error:  # of the cache folder
         raise UsageError(error) from error
     layers = plans(loaded, sequence, max_error)
@@ -111,9 +115,11 @@ def plan_layer(layer: Layer, max_error: float) -> LayerPlan:
     )  # fmt: skip
     # The quickest first. What plan only infers for other numbers of features is left out, unless it was its choice.
     methods = [c.method for c in made.candidates if c.is_chosen_form and c.error.known_by == "sample"]
-    squares = torch.stack([_squares(call(method=method) - exact) for method in methods])  # (methods, h)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*weights can be negative")  # The errors are measured here.
+        squares = torch.stack([_squares(call(method=method) - exact) for method in methods])  # (methods, h)
     norms = _squares(exact)
-    allowed = max_error / MARGIN
+    allowed = max_error / SAMPLE_MARGIN
 
     def judge(errors: Tensor, logits: tuple[float, float]) -> Finding:
         kept = [i for i, error in enumerate(errors.tolist()) if error <= allowed]
@@ -124,10 +130,13 @@ def plan_layer(layer: Layer, max_error: float) -> LayerPlan:
     heads = tuple(judge((squares[:, h] / norms[h]).sqrt(), ranges[h]) for h in range(len(ranges)))
     lows, highs = zip(*ranges, strict=True)
     whole = judge((squares.sum(1) / norms.sum()).sqrt(), (min(lows), max(highs)))
-    time = partial(predicted_seconds, head_dim=query.shape[-1], value_dim=value.shape[-1], heads=query.shape[-3],
-                   key_heads=key.shape[-3], is_causal=layer.is_causal)  # fmt: skip
+    shapes = [
+        Shape.of(query_length=n, head_dim=query.shape[-1], value_dim=value.shape[-1], heads=query.shape[-3],
+                 key_heads=key.shape[-3], is_causal=layer.is_causal)
+        for n in LENGTHS
+    ]  # fmt: skip
     taken = whole.method if whole.is_kept else Exact()
-    return LayerPlan(whole, heads, tuple((time(Exact(), query_length=n), time(taken, query_length=n)) for n in LENGTHS))
+    return LayerPlan(whole, heads, tuple((predicted_seconds(Exact(), s), predicted_seconds(taken, s)) for s in shapes))
 
 
 def _squares(x: Tensor) -> Tensor:
@@ -159,7 +168,7 @@ def rows(layers: Sequence[LayerPlan], show_all: bool) -> Iterator[tuple[str, ...
 
 def cells(found: Finding) -> tuple[str, ...]:
     low, high = found.logits
-    return f"{low:.1f} .. {high:.1f}", describe(found.method), f"{found.error:.2g}", "yes" if found.is_kept else "no"
+    return f"{low:.1f} .. {high:.1f}", label_of(found.method), f"{found.error:.2g}", "yes" if found.is_kept else "no"
 
 
 def conclusion(layers: Sequence[LayerPlan], max_error: float) -> str:
@@ -184,7 +193,7 @@ def conclusion(layers: Sequence[LayerPlan], max_error: float) -> str:
 def report(layers: Sequence[LayerPlan], length: int, max_error: float, show_all: bool) -> None:
     """A table with lines on a terminal, plain text in a pipe."""
     title = f"{len(layers)} layers on a text of {length:,} tokens"
-    note = NOTE.format(margin=MARGIN, max_error=max_error, names=", ".join(NAMES))
+    note = NOTE.format(margin=SAMPLE_MARGIN, max_error=max_error, names=", ".join(NAMES))
     lines = [COLUMNS, *rows(layers, show_all)]
     console = Console()
     if console.is_terminal:

@@ -13,7 +13,7 @@ from rich.table import Table
 from torch import Tensor
 
 import subquad
-from subquad._plan import COLUMNS, Candidate
+from subquad.planning.plan import COLUMNS, Candidate
 from subquad_lab import UsageError
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")

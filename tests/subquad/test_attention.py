@@ -12,10 +12,14 @@ from torch.nn import functional as F
 import subquad
 from reference import METHODS, reference
 from subquad import Exact, Linear, RandomFeatures, Separable, Taylor, attention, native, normalizer
-from subquad._attention import attend
-from subquad._dispatch import choose_form, fusable
-from subquad._layout import Layout, check_shapes
-from subquad._times import Shape, form_of
+from subquad._calls.call import Call
+from subquad._calls.layout import Layout
+from subquad._engines import run
+from subquad._engines.features.choose_form import choose_form, is_fusable
+from subquad.planning.feature_cost import form_of
+from subquad.planning.shape import Shape
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*weights can be negative")
 
 
 def draw(*shapes, seed=0, dtype=torch.float32) -> list[torch.Tensor]:
@@ -42,8 +46,8 @@ def test_drawn_shapes_mean_the_same(name, batch, heads, group, n, m, e, is_causa
     shapes = (*batch, heads * group, n, 4), (*batch, heads, m, 4), (*batch, heads, m, e)
     q, k, v = draw(*shapes, dtype=dtype)
     keep = torch.tensor([hidden >> j & 1 == 0 for j in range(m)], dtype=torch.bool).expand(*batch, m)
-    output, _ = attend(q, k, v, None, 0.0, is_causal, None, True, METHODS[name], keep, None, None, False, form,
-                       None if form is None else chunk)  # fmt: skip
+    call = Call.of(q, k, v, is_causal=is_causal, enable_gqa=True, key_padding_mask=keep)
+    output = run(METHODS[name], call, form, None if form is None else chunk).output
     assert output.shape == (*batch, heads * group, n, e)
     assert output.dtype == dtype
     if output.numel():
@@ -130,7 +134,6 @@ def test_exact_with_masks_of_ours() -> None:
     torch.testing.assert_close(attention(q, k, v, enable_gqa=True, segment_ids=ids), expected)
 
 
-@pytest.mark.filterwarnings("ignore:Taylor")
 def test_the_normalizer_tells_which_rows_are_no_averages() -> None:
     q, k = draw((1, 1, 400, 8), (1, 1, 400, 8))
     found = normalizer(q * 2, k * 2, method=Taylor(3), scale=1.0)
@@ -147,12 +150,14 @@ def test_the_normalizer_tells_which_rows_are_no_averages() -> None:
 
 def test_the_cheaper_form_is_chosen() -> None:
     def form(method, n, width, is_causal=True, stateful=False, resumed=False):
-        layout = check_shapes(*(torch.empty(1, 8, n, width, device="meta"),) * 3, enable_gqa=False)
-        return choose_form(method, layout, is_causal, stateful, resumed, None, None)[0]
+        layout = Layout((1,), 8, 1, n, n, width, width, torch.device("meta"))
+        return choose_form(
+            method, layout, is_causal=is_causal, is_fusable=False, is_stateful=stateful, is_resumed=resumed
+        )
 
     assert form(Taylor(2), 256, 64) == "dense"
     assert form(Taylor(2), 65536, 64) == "chunked"
-    assert form(Taylor(2), 65536, 64, is_causal=False) == "chunked"
+    assert form(Taylor(2), 65536, 64, is_causal=False) == "linear"
     assert form(Taylor(4), 65536, 64) == "dense"  # 814,385 features
     assert form(RandomFeatures(256), 16384, 64) == "chunked"
     assert form(Taylor(2), 1, 64, stateful=True, resumed=True) == "step"
@@ -160,11 +165,11 @@ def test_the_cheaper_form_is_chosen() -> None:
     assert form(Separable(), 256, 64) == "chunked"
 
 
-@pytest.mark.skipif(not native.status().available, reason="no kernels")
+@pytest.mark.skipif(not native.available(), reason="no kernels")
 def test_the_kernels_are_for_calls_of_their_kind_on_the_cpu() -> None:
     def taken(method, device="cpu", keys=256, is_causal=True, stateful=False, width=64):
         layout = Layout((1,), 8, 1, 256, keys, width, 64, torch.device(device))
-        return fusable(method, layout, is_causal, stateful)
+        return is_fusable(method, layout, torch.float32, is_causal=is_causal, is_stateful=stateful)
 
     for method in (Taylor(2), Separable()):
         assert taken(method) and not taken(method, device="meta") and not taken(method, keys=300)
@@ -172,7 +177,7 @@ def test_the_kernels_are_for_calls_of_their_kind_on_the_cpu() -> None:
     assert taken(Taylor(2), stateful=True) and not taken(Separable(), stateful=True)
     assert taken(Taylor(2), keys=300, is_causal=False) and not taken(Separable(), is_causal=False)
     shape = Shape(256, 256, 64, 64, is_causal=True)
-    assert [form_of(Separable(), shape, device) for device in ("cpu", "cuda")] == ["fused", "chunked"]
+    assert [form_of(Separable(), shape, torch.device(name)) for name in ("cpu", "cuda")] == ["fused", "chunked"]
 
 
 Q, K, V = draw((2, 4, 6, 8), (2, 4, 7, 8), (2, 4, 7, 5))
@@ -183,13 +188,13 @@ _, STATE = attention(Q, K, V, method="taylor", return_state=True)
     ("change", "message"),
     [
         (dict(query=Q.long()), r"query: expected floating point numbers, got torch.int64"),
-        (dict(key=K.double()), r"key: expected torch.float32 on cpu, as the query, got torch.float64"),
-        (dict(key=K[..., :4]), r"key: expected width 8, as the query, got 4"),
-        (dict(value=V[:, :, :5]), r"value: expected length 7, as the key, got 5"),
+        (dict(key=K.double()), r"key: expected torch.float32 on cpu, like the query, got torch.float64"),
+        (dict(key=K[..., :4]), r"key: expected width 8, like the query, got 4"),
+        (dict(value=V[:, :, :5]), r"value: expected length 7, like the key, got 5"),
         (dict(query=Q[0, 0, 0]), r"query: expected shape \(..., heads, length, width\), got \(8,\)"),
         (dict(key=K[:, :3], value=V[:, :3]), r"enable_gqa=True"),
         (dict(key=K[:, :3], value=V[:, :3], enable_gqa=True), r"key: with enable_gqa"),
-        (dict(query=Q[:1].expand(3, -1, -1, -1)), r"batch and head dimensions do not fit"),
+        (dict(query=Q[:1].expand(3, -1, -1, -1)), r"batch and head dimensions do not match"),
         (dict(attn_mask=torch.zeros(6, 7)), r"attn_mask: got torch.float32, a bias"),
         (dict(attn_mask=torch.ones(6, 7).bool()), r"attn_mask: got shape \(6, 7\), a choice for each pair"),
         (dict(attn_mask=torch.ones(2, 1, 1, 6).bool()), r"attn_mask: expected shape \(..., 1, 7\), got \(2, 1, 1, 6\)"),
@@ -216,7 +221,7 @@ _, STATE = attention(Q, K, V, method="taylor", return_state=True)
         (dict(state=STATE, key=Q, value=Q[..., :5], segment_ids=torch.zeros(2, 6).long()), r"made without segment_ids"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused_by_name(change, message) -> None:
+def test_what_is_not_supported_is_refused_by_name(change, message) -> None:
     arguments = dict(query=Q, key=K, value=V, method="taylor") | change
     with pytest.raises(ValueError, match=message):
         attention(**arguments)
@@ -241,7 +246,9 @@ def test_a_state_knows_its_method_and_segments() -> None:
 
 
 def test_public_names_are_few_and_exist() -> None:
-    assert len(subquad.__all__) <= 25
+    results = {"Candidate", "Choice", "Cost", "ErrorEstimate", "Plan", "Replacements"}  # types, for annotations
+    assert results <= set(subquad.__all__)
+    assert len(set(subquad.__all__) - results) <= 25
     assert all(getattr(subquad, name).__doc__ for name in subquad.__all__)
 
 
@@ -384,9 +391,20 @@ def test_loud_keys_of_the_future_leave_gradients_of_the_past_finite() -> None:
     inputs = [x.requires_grad_() for x in (q, k, v)]
     method = copy.deepcopy(METHODS["user"]).float()
     for form in ("dense", "chunked", "fused"):
-        output, _ = attend(*inputs, None, 0.0, True, None, False, method, None, None, None, False, form)
+        output = run(method, Call.of(*inputs, is_causal=True), form).output
         for grad in torch.autograd.grad(output[:, :, :20].sum(), inputs):
             assert grad.isfinite().all()
+
+
+@pytest.mark.filterwarnings("error")
+def test_weights_that_can_be_negative_are_warned_about_by_the_call() -> None:
+    """Not by the constructor; and the warning names the line of the caller."""
+    for method in (Taylor(1), Taylor(3), Taylor(2, basis="diagonal")):
+        with pytest.warns(UserWarning, match=r"^Taylor\(.*weights can be negative") as found:
+            attention(Q, K, V, method=method)
+        assert [warning.filename for warning in found] == [__file__]
+    for method in (Taylor(0), Taylor(2), Taylor(4), RandomFeatures(8), Linear()):
+        attention(Q, K, V, method=method)
 
 
 def test_a_method_needs_all_members_of_a_map() -> None:
@@ -405,7 +423,7 @@ def test_a_method_needs_all_members_of_a_map() -> None:
     (dict(key=None), "key: expected a tensor, got NoneType"),
     (dict(query=[1.0]), "query: expected a tensor, got list"),
     (dict(value=V.numpy()), "value: expected a tensor, got ndarray"),
-    (dict(state="x"), "state: expected what attention.* returned, got str"),
+    (dict(state="x"), "state: expected the result of attention.*, got str"),
 ])  # fmt: skip
 def test_what_is_no_tensor_is_named(change, message) -> None:
     with pytest.raises(TypeError, match=message):
@@ -416,3 +434,32 @@ def test_a_high_degree_needs_no_table_where_tokens_meet_pair_by_pair() -> None:
     """C(94, 30) features would not fit into any memory."""
     q = torch.randn(1, 1, 8, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(attention(q, q, q, method=Taylor(30)), attention(q, q, q), rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("method", ["taylor", "random", "multipole"])
+def test_autocast_does_not_mix_float64_with_less(method) -> None:
+    q, k, v = (torch.randn(1, 2, 6, 4) for _ in range(3))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert attention(q, k.bfloat16(), v.half(), method=method).dtype == torch.bfloat16
+        with pytest.raises(ValueError, match=r"key: expected torch.float32 on cpu, like the query, got torch.float64"):
+            attention(q, k.double(), v, method=method)
+
+
+def test_shifted_keys_in_half_precision_take_a_mask_for_each_query_head() -> None:
+    q, k, v = (torch.randn(1, heads, 6, 4, dtype=torch.bfloat16) for heads in (4, 2, 2))
+    mask = torch.arange(6) != torch.arange(4)[:, None, None]  # (4, 1, 6)
+    method = Taylor(2, key_shift=[0.1] * 4)
+    found = attention(q, k, v, mask, enable_gqa=True, method=method)
+    expected = attention(q.float(), k.float(), v.float(), mask, enable_gqa=True, method=method)
+    assert torch.equal(found, expected.bfloat16())
+
+
+def test_masks_of_query_heads_and_of_key_heads_are_combined() -> None:
+    q, k, v = (torch.randn(2, heads, 5, 8) for heads in (4, 2, 2))
+    padding = torch.rand(2, 2, 5, generator=torch.Generator().manual_seed(0)) > 0.3
+    mask = torch.arange(5) != torch.arange(4)[:, None, None]
+    found = attention(q, k, v, mask, enable_gqa=True, method="taylor", key_padding_mask=padding)
+    for head in range(4):
+        keep = padding[:, head // 2] & mask[head]
+        own = (x[:, i : i + 1] for x, i in ((q, head), (k, head // 2), (v, head // 2)))
+        torch.testing.assert_close(found[:, head : head + 1], attention(*own, method="taylor", key_padding_mask=keep))

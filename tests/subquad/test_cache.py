@@ -6,10 +6,11 @@ import threading
 import pytest
 import torch
 
-from subquad import _cache as cache
-from subquad import _calibration, plan
-from subquad._cache import calibration
-from subquad._calibration import grid
+from subquad import plan
+from subquad.planning import calibration as module
+from subquad.planning import calibration_file as cache
+from subquad.planning.calibration import grid
+from subquad.planning.calibration_file import calibration
 
 CPU = torch.device("cpu")
 
@@ -94,7 +95,7 @@ def test_an_interrupted_calibration_leaves_nothing(fresh, monkeypatch) -> None:
     def interrupted(*_) -> float:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(_calibration, "measured_seconds", interrupted)
+    monkeypatch.setattr(module, "measured_seconds", interrupted)
     with pytest.raises(KeyboardInterrupt):
         calibration()
     assert not list(cache.cache_folder().iterdir())
@@ -107,7 +108,7 @@ def test_two_processes_calibrate_once(fresh, tmp_path) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(fresh) == _calibration.TURNS * len(list(grid()))
+    assert len(fresh) == module.TURNS * len(list(grid()))
 
 
 @pytest.mark.parametrize("device", ["nowhere", "cuda:99", "meta", 1.5])

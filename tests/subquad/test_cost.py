@@ -2,7 +2,8 @@
 
 import itertools
 import platform
-import warnings
+import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,17 +11,33 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from subquad import Exact, Linear, MultiheadAttention, RandomFeatures, Separable, Taylor, attention
-from subquad._attention import attend
-from subquad._cost import Cost, cost, crossover, find_crossover, multihead_cost
-from subquad._dispatch import choose_form
-from subquad._layout import check_shapes
-from subquad._methods import resolve
+from subquad import (
+    Auto,
+    Cost,
+    Exact,
+    Linear,
+    MultiheadAttention,
+    Multipole,
+    RandomFeatures,
+    Separable,
+    Taylor,
+    attention,
+    cost,
+    crossover,
+    multihead_cost,
+    native,
+)
+from subquad._calls.call import Call
+from subquad._engines import run
+from subquad.methods import resolve
+from subquad.planning.crossover import find_crossover
+from subquad.planning.shape import Shape
 from subquad_lab.measure import Request, measure
 from subquad_lab.methods import parse_method
 
-# Work and memory are those of torch's own operations; the kernels do the same products, in less memory.
-pytestmark = pytest.mark.usefixtures("torch_alone")
+pytestmark = pytest.mark.filterwarnings("ignore:.*weights can be negative")
+# For work and memory that torch counts: those of its own operations.
+by_torch = pytest.mark.usefixtures("torch_alone")
 
 
 class Layer(nn.Module):
@@ -40,17 +57,15 @@ class Layer(nn.Module):
         return (features, x.sum(-1)) if self.scaled else features
 
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # Odd and diagonal series warn, as they should; here they are wanted.
-    METHODS = {
-        **{f"taylor{p}": Taylor(p) for p in range(4)},
-        **{f"diagonal{p}": Taylor(p, basis="diagonal") for p in range(4)},
-        **{kind: RandomFeatures(16, kind) for kind in ("positive", "hyperbolic", "trigonometric")},
-        **{name: Linear(name) for name in ("identity", "elu", "relu")},
-        "separable": Separable(),
-        "own": None,
-        "own scaled": None,
-    }
+METHODS = {
+    **{f"taylor{p}": Taylor(p) for p in range(4)},
+    **{f"diagonal{p}": Taylor(p, basis="diagonal") for p in range(4)},
+    **{kind: RandomFeatures(16, kind) for kind in ("positive", "hyperbolic", "trigonometric")},
+    **{name: Linear(name) for name in ("identity", "elu", "relu")},
+    "separable": Separable(),
+    "own": None,
+    "own scaled": None,
+}
 
 # batch, key heads, query heads per key head, queries, keys, width, value width
 SHAPES = (
@@ -89,12 +104,13 @@ def predicted(method: object, shape: tuple[int, ...], **options) -> Cost:
 def counted(method: object, shape: tuple[int, ...], is_causal: bool, form: str | None, training: bool) -> int:
     inputs = inputs_of(shape, training)
     with FlopCounterMode(display=False) as counter, torch.set_grad_enabled(training):
-        output, _ = attend(*inputs, None, 0.0, is_causal, None, True, method, None, None, None, False, form)
+        output = run(method, Call.of(*inputs, is_causal=is_causal, enable_gqa=True), form).output
         if training:
             output.sum().backward()
     return counter.get_total_flops()
 
 
+@by_torch
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("name", METHODS)
 def test_work_is_what_torch_counts(name, training) -> None:
@@ -106,6 +122,7 @@ def test_work_is_what_torch_counts(name, training) -> None:
         assert expected > 0 or shape[3] == 1  # One token of Separable is its own value.
 
 
+@by_torch
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("name", METHODS)
 def test_a_step_costs_the_same_at_any_length(name, training) -> None:
@@ -145,14 +162,53 @@ def test_exact_attention_counts_the_pairs_that_are_seen(n, m) -> None:
         assert trained.flops == 6 * 2 * pairs * (4 + 6 + 3 * 4 + 2 * 6)
 
 
-def test_the_form_is_the_one_that_attention_takes() -> None:
-    for name, shape, is_causal in itertools.product(("taylor2", "elu", "separable"), SHAPES, (False, True)):
-        layout = check_shapes(*inputs_of(shape), enable_gqa=True)
-        form, _ = choose_form(METHODS[name], layout, is_causal, False, False, None, None)
-        expected = "linear" if form == "chunked" and not is_causal else form
-        assert predicted(METHODS[name], shape, is_causal=is_causal).form == expected
+def assert_priced_as_run(calls: int) -> set[str]:
+    """Compare the form of the cost with the one that was executed, in random calls; return the forms."""
+    choose, forms = random.Random(0), set()
+    names = [*METHODS, "taylor4", "taylor5", "exact", "multipole"]
+    others = {"taylor4": Taylor(4), "taylor5": Taylor(5), "exact": Exact(), "multipole": Multipole(window=9, block=4)}
+    for _ in range(calls):
+        name, is_causal, training = choose.choice(names), choose.random() < 0.5, choose.random() < 0.5
+        n = choose.choice((1, 2, 7, 40, 65, 200, 500))
+        m = n if choose.random() < 0.6 else choose.choice((1, 3, 50, 130))
+        shape = (choose.randint(1, 2), choose.randint(1, 3), choose.randint(1, 3), n, m, choose.choice((1, 2, 4, 8)),
+                 choose.choice((1, 3, 8)))  # fmt: skip
+        method = others[name] if name in others else method_of(name, shape[-2])
+        with torch.set_grad_enabled(training):
+            call = Call.of(*inputs_of(shape, training), is_causal=is_causal, enable_gqa=True)
+            executed = run(method, call).form
+        assert predicted(method, shape, is_causal=is_causal, training=training).form == executed, (name, shape)
+        forms.add(executed)
+    return forms
 
 
+@pytest.mark.skipif(not native.available(), reason="no kernels")
+def test_the_form_that_is_priced_is_the_one_that_runs() -> None:
+    assert assert_priced_as_run(200) == {"exact", "dense", "linear", "chunked", "fused"}
+
+
+def test_the_form_that_is_priced_is_the_one_that_runs_without_kernels(torch_alone) -> None:
+    assert assert_priced_as_run(50) == {"exact", "dense", "linear", "chunked"}
+
+
+@pytest.mark.skipif(not native.available(), reason="no kernels")
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("name", ["taylor2", "positive", "elu", "separable"])
+def test_work_of_the_kernels_is_that_of_sums_or_pairs(name, is_causal) -> None:
+    """The same products as torch's forms, but for chunks of another length; and a backward of theirs."""
+    for shape in SHAPES[:3]:
+        by_kernels = predicted(METHODS[name], shape, is_causal=is_causal)
+        if by_kernels.form != "fused":
+            assert name == "separable" and not is_causal
+            continue
+        forms = ("dense", "chunked") if is_causal else ("dense", "linear")
+        others = [predicted(METHODS[name], shape, is_causal=is_causal, form=form).flops for form in forms]
+        assert min(others) / 3 < by_kernels.flops < 3 * max(others)
+        trained = predicted(METHODS[name], shape, is_causal=is_causal, training=True)
+        assert trained.form == "fused" and 3 <= trained.flops / by_kernels.flops <= 5
+
+
+@by_torch
 def test_order_and_parameters() -> None:
     options = dict(query_length=4096, head_dim=16)
     assert cost("taylor", **options).order.startswith("time O((n + m) r e), memory O(n e + r e)")
@@ -172,6 +228,7 @@ def test_bytes_moved() -> None:
 # --- Memory -----------------------------------------------------------------------------------------------------------
 
 
+@by_torch
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs the high-water mark in /proc")
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs a heap that can be told to return what is freed")
 @pytest.mark.parametrize(
@@ -202,6 +259,7 @@ def allocated(call) -> int:
     return max(itertools.accumulate(changes))
 
 
+@by_torch
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("name", ["taylor", "random", "elu", "separable", "exact"])
@@ -221,6 +279,7 @@ def test_peak_memory_is_what_torch_allocates(name, is_causal, training) -> None:
             assert peak == pytest.approx(expected, rel=0.1)
 
 
+@by_torch
 def test_memory_of_the_linear_form_does_not_know_the_other_length() -> None:
     short, long = (cost(Linear("elu"), query_length=n, key_length=1 << 20, head_dim=16).peak_bytes
                    for n in (1 << 16, 1 << 17))  # fmt: skip
@@ -230,12 +289,13 @@ def test_memory_of_the_linear_form_does_not_know_the_other_length() -> None:
 # --- Crossover --------------------------------------------------------------------------------------------------------
 
 
-def last_failure(price_a, price_b, longest: int) -> int | None:
+def last_failure(price_a, price_b, max_length: int) -> int | None:
     """The definition: after the last length at which b does not cost less."""
-    bad = [n for n in range(1, longest + 1) if not price_b(n) < price_a(n)]
-    return 1 if not bad else None if bad[-1] == longest else bad[-1] + 1
+    bad = [n for n in range(1, max_length + 1) if not price_b(n) < price_a(n)]
+    return 1 if not bad else None if bad[-1] == max_length else bad[-1] + 1
 
 
+@by_torch
 @pytest.mark.parametrize("by", ["flops", "memory"])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("name", ["taylor1", "taylor2", "positive", "elu", "separable"])
@@ -247,7 +307,7 @@ def test_crossover_is_after_the_last_length_that_is_dearer(name, is_causal, by) 
         return lambda n: figures[n - 1].flops if by == "flops" else figures[n - 1].peak_bytes
 
     expected = last_failure(price(Exact()), price(METHODS[name]), 1000)
-    assert crossover("exact", METHODS[name], by=by, longest=1000, **options) == expected
+    assert crossover("exact", METHODS[name], by=by, max_length=1000, **options) == expected
 
 
 def test_crossover_is_not_fooled_by_teeth_and_islands() -> None:
@@ -263,6 +323,7 @@ def test_crossover_is_not_fooled_by_teeth_and_islands() -> None:
     assert find_crossover(lambda n: n, lambda n: 1 << 20, 1 << 24) == (1 << 20) + 1
 
 
+@by_torch
 def test_crossover_of_textbooks() -> None:
     """Two products of n x n x d against two of n x d x d: they meet near n = d, whatever the heads."""
     assert 64 <= crossover("exact", "linear", head_dim=64, heads=8) <= 68
@@ -274,12 +335,12 @@ def test_crossover_of_textbooks() -> None:
 def test_crossover_in_time_asks_a_predictor() -> None:
     asked = []
 
-    def seconds(method, *, query_length, key_length, head_dim, value_dim, heads, key_heads, batch, is_causal, training):
-        asked.append((key_length - query_length, head_dim, value_dim, heads, key_heads, batch, is_causal, training))
-        return query_length**2 if method == Exact() else 500 * query_length
+    def seconds(method: object, shape: Shape) -> float:
+        asked.append(replace(shape, query_length=0, key_length=shape.key_length - shape.query_length))
+        return shape.query_length**2 if method == Exact() else 500 * shape.query_length
 
     assert crossover("exact", "taylor", by="time", head_dim=8, heads=2, is_causal=True, seconds=seconds) == 501
-    assert set(asked) == {(0, 8, 8, 2, 2, 1, True, False)}
+    assert set(asked) == {Shape(0, 0, 8, 8, 2, 2, 1, is_causal=True)}
 
 
 # --- Modules ----------------------------------------------------------------------------------------------------------
@@ -288,17 +349,18 @@ def test_crossover_in_time_asks_a_predictor() -> None:
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("heads", [1, 4])
 def test_parameters_of_modules(heads, bias) -> None:
-    expected = multihead_cost(32, heads, length=10, bias=bias).parameters
+    expected = multihead_cost(32, heads, query_length=10, bias=bias).parameters
     for module in (MultiheadAttention(32, heads, bias=bias), nn.MultiheadAttention(32, heads, bias=bias)):
         assert expected == sum(p.numel() for p in module.parameters())
-    assert multihead_cost(32, heads, length=10, bias=bias, output=False).parameters == 3 * 32**2 + bias * 3 * 32
+    assert multihead_cost(32, heads, query_length=10, bias=bias, output=False).parameters == 3 * 32**2 + bias * 3 * 32
 
 
 def test_heads_of_full_width_have_as_many_parameters_each() -> None:
-    narrow, wide = (multihead_cost(32, 4, length=10, head_dim=d, bias=False).parameters for d in (8, 32))
+    narrow, wide = (multihead_cost(32, 4, query_length=10, head_dim=d, bias=False).parameters for d in (8, 32))
     assert (narrow, wide) == (4 * 32**2, 4 * 4 * 32**2)
 
 
+@by_torch
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_work_of_a_module(is_causal, training) -> None:
@@ -309,7 +371,7 @@ def test_work_of_a_module(is_causal, training) -> None:
         output, _ = layer(x, x, x, need_weights=False, is_causal=is_causal)
         if training:
             output.sum().backward()
-    found = multihead_cost(32, 4, length=200, batch=2, method="taylor", is_causal=is_causal, training=training)
+    found = multihead_cost(32, 4, query_length=200, batch=2, method="taylor", is_causal=is_causal, training=training)
     assert found.flops == counter.get_total_flops()
 
 
@@ -325,11 +387,12 @@ def test_work_of_a_module(is_causal, training) -> None:
         (dict(batch=True), "batch: expected a whole number >= 1, got True"),
         (dict(heads=4, key_heads=3), "key_heads: expected a number that divides the 4 heads, got 3"),
         (dict(dtype=torch.int32), "dtype: expected a floating point dtype, got torch.int32"),
-        (dict(form="fast"), "form: .* has 'dense', 'linear', 'chunked', 'step', got 'fast'"),
+        (dict(form="fast"), "form: .* has 'dense', 'linear', 'chunked', 'fused', 'step', got 'fast'"),
         (dict(form="linear", is_causal=True), "form: a causal call has no linear form"),
         (dict(form="step"), "query_length: a step is one token, expected 1, got 8"),
         (dict(method="exact", form="dense"), "form: .* has 'exact', 'step', got 'dense'"),
-        (dict(method="auto"), "method: Auto decides by the numbers of each call"),
+        (dict(method="auto"), "method: expected one of .*, got 'auto'"),
+        (dict(method="multipole", form="chunked"), "form: .* has 'fused', 'dense', 'step', got 'chunked'"),
         (dict(method="quick"), "method: expected one of .*, got 'quick'"),
     ],
 )
@@ -339,11 +402,22 @@ def test_refusals_name_the_argument(options, message) -> None:
 
 
 def test_refusals_of_the_others() -> None:
-    with pytest.raises(ValueError, match="by: expected 'flops', 'memory' or 'time', got 'money'"):
+    with pytest.raises(ValueError, match="by: expected one of 'flops', 'memory', 'time', got 'money'"):
         crossover("exact", "taylor", by="money", head_dim=4)
-    with pytest.raises(ValueError, match="longest: expected a whole number >= 1, got 0"):
-        crossover("exact", "taylor", head_dim=4, longest=0)
+    with pytest.raises(ValueError, match="max_length: expected a whole number >= 1, got 0"):
+        crossover("exact", "taylor", head_dim=4, max_length=0)
+    for function in (lambda: cost(Auto(), query_length=8, head_dim=4), lambda: crossover("exact", Auto(), head_dim=4)):
+        with pytest.raises(TypeError, match=r"method: expected a name, a method such as .*, got Auto"):
+            function()
+    with pytest.raises(ValueError, match=r"method: expected one of .*, got 'auto'"):
+        crossover("exact", "auto", head_dim=4)
     with pytest.raises(ValueError, match="num_heads: expected a number that divides embed_dim=32, got 5"):
-        multihead_cost(32, 5, length=10)
+        multihead_cost(32, 5, query_length=10)
     with pytest.raises(ValueError, match="length: expected a whole number >= 1, got -1"):
-        multihead_cost(32, 4, length=-1)
+        multihead_cost(32, 4, query_length=-1)
+
+
+def test_the_kernels_are_priced_only_where_they_compute() -> None:
+    for method in (Taylor(6), RandomFeatures(16, "trigonometric"), Separable()):
+        with pytest.raises(ValueError, match=r"form: the native kernels do not compute this call of .*, got 'fused'"):
+            cost(method, query_length=64, head_dim=8, form="fused")

@@ -1,14 +1,21 @@
-"""One token after its state: the quick way means the same as the whole sequence, and refuses what does not fit."""
+"""One token after its state: the step kernel, or torch's form "step", means the same as the whole sequence."""
 
 import pytest
 import torch
+from torch import Tensor
 
-import subquad._attention as heart
 from reference import METHODS
-from subquad import RandomFeatures, Taylor, attention
-from subquad._attention import decode
+from subquad import Decoder, RandomFeatures, Taylor, attention, native
+from subquad._calls.call import Call
+from subquad._engines import run
+from subquad._engines.features import engine
+from subquad._engines.features.fused import fused_step
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*weights can be negative")
 
 H, N, D = 2, 13, 4
+# Methods whose steps the kernels compute: the others have no native map, or one normalizer per feature.
+BY_KERNELS = {"taylor1", "taylor2", "taylor3", "shifted", "positive", "hyperbolic", "identity", "elu", "relu"}
 
 
 def draw(*shapes, dtype=torch.float32) -> list[torch.Tensor]:
@@ -20,32 +27,88 @@ def close(a: torch.Tensor, b: torch.Tensor) -> None:
     torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.parametrize("name", [name for name in METHODS if getattr(METHODS[name], "key_shift", None) is None])
+@pytest.fixture
+def kernel_steps(monkeypatch) -> list[object]:
+    """The methods of the steps that the kernels have computed."""
+    steps: list[object] = []
+    monkeypatch.setattr(engine, "fused_step", lambda method, *rest: steps.append(method) or fused_step(method, *rest))
+    return steps
+
+
+def decoded_whole(method, inputs: list[Tensor], **options) -> tuple[Tensor, object, list[str]]:
+    """Return the outputs of all tokens, one after another, the last state, and the forms that were executed."""
+    state, outputs, forms = None, [], []
+    for token in zip(*(x.split(1, -2) for x in inputs), strict=True):
+        call = Call.of(*token, is_causal=True, enable_gqa=True, state=state, return_state=True, **options)
+        output, state, form = run(method, call)
+        outputs.append(output)
+        forms.append(form)
+    return torch.cat(outputs, -2), state, forms
+
+
+@pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("group", [1, 2])
-def test_decoding_takes_the_quick_way_and_means_the_same(name, group, monkeypatch) -> None:
-    """Token by token, with values as wide as keys: outputs, states and gradients of the whole sequence."""
+@pytest.mark.parametrize("kind", ["trained", "inference"])
+def test_decoding_takes_steps_and_means_the_same(name, group, kind, kernel_steps) -> None:
+    """Token by token: outputs and states of the whole sequence; and its gradients, which the kernels leave to torch."""
+    trained = kind == "trained"
     generator = torch.Generator().manual_seed(0)
     shapes = (2, H * group, N, D), (2, H, N, D), (2, H, N, D)
-    inputs = [torch.randn(s, generator=generator, dtype=torch.float64, requires_grad=True) for s in shapes]
-    method, quick = METHODS[name], []
-    monkeypatch.setattr(heart, "decode", lambda *arguments: quick.append(decode(*arguments)) or quick[-1])
+    inputs = [torch.randn(s, generator=generator, dtype=torch.float64, requires_grad=trained) for s in shapes]
+    method = METHODS[name]
     whole, last = attention(*inputs, is_causal=True, enable_gqa=True, method=method, return_state=True)
-    state, outputs = None, []
-    for token in zip(*(x.split(1, -2) for x in inputs), strict=True):
-        output, state = attention(*token, is_causal=True, enable_gqa=True, method=method, state=state,
-                                  return_state=True)  # fmt: skip
-        outputs.append(output)
-    assert len(quick) == N - 1
-    assert all((found is None) == (name in ("separable", "user")) for found in quick)
+    joined, state, forms = decoded_whole(method, inputs)
+    assert forms[1:] == ["step"] * (N - 1)
+    by_kernels = native.available() and name in BY_KERNELS and not trained
+    assert len(kernel_steps) == (N - 1 if by_kernels else 0)
     assert state.length == last.length == N
-    joined = torch.cat(outputs, -2)
     close(joined, whole)
     exponent = 0.0 if last.log_scale is None else (state.log_scale - last.log_scale)[..., None]
     close(state.sums * torch.as_tensor(exponent).exp(), last.sums)
-    cotangent = torch.randn(whole.shape, generator=generator, dtype=torch.float64)
-    expected = torch.autograd.grad(whole, inputs, cotangent, retain_graph=True)
-    for found, wanted in zip(torch.autograd.grad(joined, inputs, cotangent), expected, strict=True):
-        close(found, wanted)
+    if trained:
+        cotangent = torch.randn(whole.shape, generator=generator, dtype=torch.float64)
+        expected = torch.autograd.grad(whole, inputs, cotangent, retain_graph=True, materialize_grads=True)
+        found = torch.autograd.grad(joined, inputs, cotangent, materialize_grads=True)
+        for a, b in zip(found, expected, strict=True):
+            close(a, b)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_without_kernels_the_steps_are_those_of_torch(name, kernel_steps, torch_alone) -> None:
+    inputs = draw((2, H, N, D), (2, H, N, D), (2, H, N, 3), dtype=torch.float64)
+    whole = attention(*inputs, is_causal=True, method=METHODS[name])
+    joined, _, forms = decoded_whole(METHODS[name], inputs)
+    assert forms[1:] == ["step"] * (N - 1) and not kernel_steps
+    close(joined, whole)
+
+
+@pytest.mark.skipif(not native.available(), reason="no kernels")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit:DeprecationWarning")
+def test_attention_decodes_by_the_step_kernel_where_nothing_hinders_it(kernel_steps) -> None:
+    q, k, v = draw((1, H, N, D), (1, H, N, D), (1, H, N, D))
+    first, token = [x[:, :, :-1] for x in (q, k, v)], [x[:, :, -1:] for x in (q, k, v)]
+    _, state = attention(*first, is_causal=True, method="taylor", return_state=True)
+    kept = state.sums.clone()
+    plain = dict(is_causal=True, method="taylor", state=state)
+
+    def taken(*token: Tensor, **options) -> int:
+        kernel_steps.clear()
+        attention(*token, **plain | options)
+        return len(kernel_steps)
+
+    assert taken(*token) == taken(*token, return_state=True) == taken(*token, is_causal=False) == 1
+    assert taken(*(x.half() for x in token)) == 1
+    assert torch.equal(state.sums, kept)  # The state is a value.
+    assert taken(*token, key_padding_mask=torch.ones(1, 1, dtype=torch.bool)) == 0
+    assert taken(token[0].clone().requires_grad_(), *token[1:]) == 0
+    assert torch.func.grad(lambda q: attention(q, *token[1:], **plain).sum())(token[0]).any()
+    assert len(kernel_steps) == 0
+    with torch.no_grad():
+        assert taken(token[0].clone().requires_grad_(), *token[1:]) == 1
+    kernel_steps.clear()
+    traced = torch.jit.trace(lambda q: attention(q, *token[1:], **plain), token[0], check_trace=False)
+    assert not kernel_steps
+    torch.testing.assert_close(traced(token[0]), attention(*token, **plain))
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -95,3 +158,26 @@ def test_a_hidden_token_adds_nothing_to_the_state(name) -> None:
     last = attention(q[:, :, 3:], k[:, :, 3:], v[:, :, 3:], is_causal=True, method=METHODS[name], state=state,
                      key_padding_mask=keep[:, 3:])  # fmt: skip
     torch.testing.assert_close(last, whole[:, :, 3:])
+
+
+@pytest.mark.parametrize("method", [Taylor(2), RandomFeatures(16), RandomFeatures(16, "hyperbolic")], ids=str)
+def test_a_state_with_gaps_in_memory_decodes_like_its_copy(method) -> None:
+    """Copies that the kernel reads must live until it has returned."""
+    q, k, v = draw((64, 1, 5, 4), (64, 1, 5, 4), (64, 1, 5, 4))
+    _, state = attention(q[:, :, :4], k[:, :, :4], v[:, :, :4], is_causal=True, method=method, return_state=True)
+    token = [x[::2, :, 4:] for x in (q, k, v)]
+    strided, whole = state[::2], state[torch.arange(0, 64, 2)]
+    assert not strided.poison.is_contiguous() and whole.poison.is_contiguous()
+    found, after = attention(*token, is_causal=True, method=method, state=strided, return_state=True)
+    expected, wanted = attention(*token, is_causal=True, method=method, state=whole, return_state=True)
+    assert torch.equal(found, expected) and torch.equal(after.sums, wanted.sums)
+    assert torch.equal(after.poison, wanted.poison)
+
+
+def test_a_decoder_takes_a_query_without_heads() -> None:
+    q, k, v = draw((4,), (2, 6, 4), (2, 6, 4))
+    _, state = attention(k, k, v, is_causal=True, method=Taylor(2), return_state=True)
+    found = Decoder(state)(q[None], k[:, :1], v[:, :1])
+    expected, _ = attention(q[None], k[:, :1], v[:, :1], is_causal=True, method=Taylor(2), state=state,
+                            return_state=True)  # fmt: skip
+    close(found, expected)

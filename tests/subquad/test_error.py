@@ -8,10 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from subquad import Linear, RandomFeatures, Separable, Taylor, error, needed_degree, needed_features
-from subquad._error import Error, _log_factor, taylor_log_ratio
-
-pytestmark = pytest.mark.filterwarnings("ignore:Taylor")
+from subquad import Auto, Linear, RandomFeatures, Separable, Taylor, error, needed_degree, needed_features
+from subquad.methods.error_estimate import ErrorEstimate
+from subquad.methods.series_error import log_factor, series_log_ratio
 
 
 def series(degree: int, x: float) -> Fraction:
@@ -27,7 +26,7 @@ def test_the_factor_of_a_weight_has_no_cancellation(degree, x) -> None:
     """T(x) exp(-x), against the series in whole fractions."""
     exact = series(degree, x)
     wanted = -math.inf if exact <= 0 else math.log(exact) - x
-    found = _log_factor(degree, x)
+    found = log_factor(degree, x)
     if abs(exact) > Fraction(1, 10**12):  # At a root of an odd series its sign is a matter of the last digit.
         assert found == wanted or math.isclose(found, wanted, rel_tol=1e-9, abs_tol=1e-9)
 
@@ -35,16 +34,16 @@ def test_the_factor_of_a_weight_has_no_cancellation(degree, x) -> None:
 @settings(max_examples=100)
 @given(degree=st.integers(0, 9), low=st.floats(-4, 4), width=st.floats(0, 4), inside=st.floats(0, 1))
 def test_no_logit_of_the_range_is_off_by_more(degree, low, width, inside) -> None:
-    ends = _log_factor(degree, low), _log_factor(degree, low + width)
-    within = _log_factor(degree, low + inside * width)
-    log_rho = taylor_log_ratio(degree, low, low + width)
+    ends = log_factor(degree, low), log_factor(degree, low + width)
+    within = log_factor(degree, low + inside * width)
+    log_rho = series_log_ratio(degree, low, low + width)
     assert all(abs(within - end) <= log_rho + 1e-9 for end in ends if math.isfinite(end) and math.isfinite(within))
 
 
 def worst_case(degree: int, low: float, high: float) -> float:
     """The largest move of an average of values 0 and 1, over two logits and the best numbers of keys for each."""
     share = torch.linspace(0, 1, 100_001, dtype=torch.float64)[1:-1]  # of exact weight, at the higher logit
-    factor = math.exp(_log_factor(degree, high) - _log_factor(degree, low))
+    factor = math.exp(log_factor(degree, high) - log_factor(degree, low))
     moved = share * factor / (share * factor + 1 - share)
     return float((moved - share).abs().max())
 
@@ -82,7 +81,7 @@ def test_the_bound_of_taylor_is_never_exceeded(adversarial) -> None:
         found = (weights[..., None] * values).sum(1) / weights.sum(-1, keepdim=True)
         diameter = torch.cdist(values, values).amax((1, 2))
         low, high = logits.amin(1).tolist(), logits.amax(1).tolist()
-        bound = torch.tensor([math.tanh(taylor_log_ratio(degree, a, b) / 4) for a, b in zip(low, high, strict=True)])
+        bound = torch.tensor([math.tanh(series_log_ratio(degree, a, b) / 4) for a, b in zip(low, high, strict=True)])
         moved, allowed = (found - exact).norm(dim=-1), bound.double() * diameter
         violations += int((moved > allowed * (1 + 1e-6) + 1e-12).sum())
         tightest = max(tightest, float((moved / allowed.clamp(min=1e-12)).max()))
@@ -128,23 +127,25 @@ def test_what_a_wanted_error_needs() -> None:
 def test_where_nothing_is_known_it_says_so() -> None:
     for method in (Linear(), Linear("elu"), Separable(), Taylor(2, basis="diagonal")):
         found = error(method, logit_range=0.1)
-        assert found == Error(None, "nothing")
-        assert str(found) == "unknown before a run"
+        assert found == ErrorEstimate(None, "nothing")
+        assert str(found) == "unknown until measured"
         assert not found.is_within(10.0)
     assert str(error("exact", logit_range=100)) == "0"
     for spread in (None, 0.05):
         assert error(Taylor(1), logit_range=2.0, spread=spread).relative == math.inf  # 1 + x is negative there.
     for arguments, message in (
         (dict(spread=-3), "spread: expected a number >= 0"),
-        (dict(method="auto"), "method: Auto decides"),
+        (dict(method="auto"), "method: expected one of .*, got 'auto'"),
         (dict(method="random", squared_norm=-1), "squared_norm: expected a number >= 0"),
     ):
         with pytest.raises(ValueError, match=message):
             error(**dict(method="taylor", logit_range=1.0) | arguments)
-    with pytest.raises(ValueError, match="kind: expected 'positive'"):
+    with pytest.raises(TypeError, match=r"method: expected a name, a method such as .*, got Auto"):
+        error(Auto(), logit_range=1.0)
+    with pytest.raises(ValueError, match="kind: expected one of 'positive'"):
         needed_features(0.1, 1.0, "foo")
     assert "worse than returning zeros" in str(error(RandomFeatures(16), logit_range=20))
-    assert Error(math.nan, "sample").worse_than_zeros
+    assert ErrorEstimate(math.nan, "sample").worse_than_zeros
 
 
 @pytest.mark.parametrize("bad", [-1, (1, 0), math.nan, math.inf, "3", (1, 2, 3), None])

@@ -1,4 +1,4 @@
-"""Which form a call takes, and how many tokens it computes at once: `choose_form`.
+"""Which form a call takes, and how many tokens it computes at once: `choose_form` and `sizes_of`.
 
 Any form and any size gives the right result, so no test of results sees this decision; it is pinned here instead.
 
@@ -11,22 +11,25 @@ from dataclasses import replace
 import pytest
 import torch
 
-from calls import odd_taylor
 from subquad import Linear, RandomFeatures, Separable, Taylor
-from subquad._dispatch import Sizes, choose_form
-from subquad._layout import Layout
+from subquad._calls.call import Call
+from subquad._calls.layout import Layout
+from subquad._engines.features.choose_form import Sizes, choose_form, sizes_of
+from subquad._engines.features.engine import _form_of
+from subquad._engines.features.schedule import KernelSizes, schedule
 
 
 def layout_of(n, m=None, *, batch=(), heads=1, group=1, d=64, e=None) -> Layout:
     return Layout(batch, heads, group, n, n if m is None else m, d, d if e is None else e, torch.device("cpu"))
 
 
-def decided(method, layout: Layout, is_causal=False, stateful=False, resumed=False, form=None, chunk=None):
-    return choose_form(method, layout, is_causal, stateful, resumed, form, chunk)
+def decided(method, layout: Layout, is_causal=False, stateful=False, resumed=False):
+    form = choose_form(method, layout, is_causal=is_causal, is_fusable=False, is_stateful=stateful, is_resumed=resumed)
+    return form, sizes_of(method.size(layout.width), layout)
 
 
 METHODS = {
-    "taylor1": odd_taylor(1),
+    "taylor1": Taylor(1),
     "taylor2": Taylor(2),
     "taylor4": Taylor(4),
     "random64": RandomFeatures(64),
@@ -34,8 +37,7 @@ METHODS = {
     "elu": Linear("elu"),
     "separable": Separable(),
 }
-with pytest.warns(UserWarning, match="diagonal"):
-    DIAGONAL = Taylor(2, basis="diagonal")  # Not in the table: its pairs cost r, unlike those of other series.
+DIAGONAL = Taylor(2, basis="diagonal")  # Not in the table: its pairs cost r, unlike those of other series.
 LAYOUTS = {
     "short": layout_of(100, heads=8),
     "long": layout_of(4096, heads=8),
@@ -52,83 +54,83 @@ LAYOUTS = {
 # The form of a call that is not causal and of one that is, and the sizes of both.
 TABLE = """
 layout          method     plain    causal   chunk   wave   unit   rows  batch
-short           taylor1    chunked  dense      100   1000   1000    100     81
+short           taylor1    linear   dense      100   1000   1000    100     81
 short           taylor2    dense    dense      100    200   1000    100     19
 short           taylor4    dense    dense        5      5   1020    100      1
-short           random64   chunked  dense      100   1000   1000    100     81
+short           random64   linear   dense      100   1000   1000    100     81
 short           random256  dense    dense      100   1000   1000    100     81
-short           elu        chunked  dense      100   1000   1000    100     81
-short           separable  chunked  chunked    100   1000   1000    100     81
-long            taylor1    chunked  chunked     64   1024   1024     64    128
-long            taylor2    chunked  dense       64    192    960     64     30
+short           elu        linear   dense      100   1000   1000    100     81
+short           separable  linear   chunked    100   1000   1000    100     81
+long            taylor1    linear   chunked     64   1024   1024     64    128
+long            taylor2    linear   dense       64    192    960     64     30
 long            taylor4    dense    dense        5      5   1020     64      1
-long            random64   chunked  chunked     64   1024   1024     64    128
-long            random256  chunked  chunked     64   1024   1024     64    128
-long            elu        chunked  chunked     64   1024   1024     64    128
-long            separable  chunked  chunked     64   1024   1024     64    128
-longest         taylor1    chunked  chunked     64   4096   4096     64    128
-longest         taylor2    chunked  chunked     64    960    960     64     30
+long            random64   linear   chunked     64   1024   1024     64    128
+long            random256  linear   chunked     64   1024   1024     64    128
+long            elu        linear   chunked     64   1024   1024     64    128
+long            separable  linear   chunked     64   1024   1024     64    128
+longest         taylor1    linear   chunked     64   4096   4096     64    128
+longest         taylor2    linear   chunked     64    960    960     64     30
 longest         taylor4    dense    dense        5      5   1020     64      1
-longest         random64   chunked  chunked     64   4096   4096     64    128
-longest         random256  chunked  chunked     64   4096   4096     64    128
-longest         elu        chunked  chunked     64   4096   4096     64    128
-longest         separable  chunked  chunked     64   4096   4096     64    128
-wide            taylor1    chunked  chunked     64   2048   2048    512    128
+longest         random64   linear   chunked     64   4096   4096     64    128
+longest         random256  linear   chunked     64   4096   4096     64    128
+longest         elu        linear   chunked     64   4096   4096     64    128
+longest         separable  linear   chunked     64   4096   4096     64    128
+wide            taylor1    linear   chunked     64   2048   2048    512    128
 wide            taylor2    dense    dense       64     64   1024    512      1
 wide            taylor4    dense    dense        1      1   1024    512      1
-wide            random64   chunked  chunked     64   2048   2048    512    128
-wide            random256  chunked  chunked     64   2048   2048    512    128
-wide            elu        chunked  chunked     64   2048   2048    512    128
-wide            separable  chunked  chunked     64   2048   2048    512    128
-narrow          taylor1    chunked  chunked     64   1024   1024    128    128
-narrow          taylor2    chunked  chunked     64   1024   1024    128    128
-narrow          taylor4    chunked  chunked     64   1024   1024    128    128
-narrow          random64   chunked  chunked     64   1024   1024    128    128
-narrow          random256  chunked  chunked     64   1024   1024    128    128
-narrow          elu        chunked  chunked     64   1024   1024    128    128
-narrow          separable  chunked  chunked     64   1024   1024    128    128
-many-heads      taylor1    chunked  chunked     64     64   1024     64    128
+wide            random64   linear   chunked     64   2048   2048    512    128
+wide            random256  linear   chunked     64   2048   2048    512    128
+wide            elu        linear   chunked     64   2048   2048    512    128
+wide            separable  linear   chunked     64   2048   2048    512    128
+narrow          taylor1    linear   chunked     64   1024   1024    128    128
+narrow          taylor2    linear   chunked     64   1024   1024    128    128
+narrow          taylor4    linear   chunked     64   1024   1024    128    128
+narrow          random64   linear   chunked     64   1024   1024    128    128
+narrow          random256  linear   chunked     64   1024   1024    128    128
+narrow          elu        linear   chunked     64   1024   1024    128    128
+narrow          separable  linear   chunked     64   1024   1024    128    128
+many-heads      taylor1    linear   chunked     64     64   1024     64    128
 many-heads      taylor2    dense    dense       64     64   1024     64     30
 many-heads      taylor4    dense    dense        5      5   1020     64      1
-many-heads      random64   chunked  chunked     64     64   1024     64    128
-many-heads      random256  chunked  chunked     64     64   1024     64    128
-many-heads      elu        chunked  chunked     64     64   1024     64    128
-many-heads      separable  chunked  chunked     64     64   1024     64    128
-grouped         taylor1    chunked  chunked     64    256   1024     64     16
-grouped         taylor2    chunked  dense       64     64   1024     64      3
+many-heads      random64   linear   chunked     64     64   1024     64    128
+many-heads      random256  linear   chunked     64     64   1024     64    128
+many-heads      elu        linear   chunked     64     64   1024     64    128
+many-heads      separable  linear   chunked     64     64   1024     64    128
+grouped         taylor1    linear   chunked     64    256   1024     64     16
+grouped         taylor2    linear   dense       64     64   1024     64      3
 grouped         taylor4    dense    dense        5      5   1020     64      1
-grouped         random64   chunked  chunked     64    256   1024     64     16
-grouped         random256  chunked  chunked     64    256   1024     64     16
-grouped         elu        chunked  chunked     64    256   1024     64     16
-grouped         separable  chunked  chunked     64    256   1024     64     16
+grouped         random64   linear   chunked     64    256   1024     64     16
+grouped         random256  linear   chunked     64    256   1024     64     16
+grouped         elu        linear   chunked     64    256   1024     64     16
+grouped         separable  linear   chunked     64    256   1024     64     16
 few-queries     taylor1    dense    dense       16   1024   1024     16    512
 few-queries     taylor2    dense    dense       16    240    960     16    122
 few-queries     taylor4    dense    dense        5      5   1020     16      1
 few-queries     random64   dense    dense       16   1024   1024     16    512
 few-queries     random256  dense    dense       16   1024   1024     16    512
 few-queries     elu        dense    dense       16   1024   1024     16    512
-few-queries     separable  chunked  chunked     16   1024   1024     16    512
-many-queries    taylor1    chunked  chunked     64   1024   1024   3404    128
+few-queries     separable  linear   chunked     16   1024   1024     16    512
+many-queries    taylor1    linear   chunked     64   1024   1024   3404    128
 many-queries    taylor2    dense    dense       64    192    960   3404     30
 many-queries    taylor4    dense    dense        5      5   1020   3404      1
-many-queries    random64   chunked  chunked     64   1024   1024   3404    128
-many-queries    random256  chunked  chunked     64   1024   1024   3404    128
-many-queries    elu        chunked  chunked     64   1024   1024   3404    128
-many-queries    separable  chunked  chunked     64   1024   1024   3404    128
-batch           taylor1    chunked  chunked     64     64   1024     64    128
+many-queries    random64   linear   chunked     64   1024   1024   3404    128
+many-queries    random256  linear   chunked     64   1024   1024   3404    128
+many-queries    elu        linear   chunked     64   1024   1024   3404    128
+many-queries    separable  linear   chunked     64   1024   1024   3404    128
+batch           taylor1    linear   chunked     64     64   1024     64    128
 batch           taylor2    dense    dense       64     64   1024     64    116
 batch           taylor4    dense    dense       64     64   1024     64      1
-batch           random64   chunked  chunked     64     64   1024     64    128
-batch           random256  chunked  chunked     64     64   1024     64    128
-batch           elu        chunked  chunked     64     64   1024     64    128
-batch           separable  chunked  chunked     64     64   1024     64    128
-narrow-values   taylor1    chunked  chunked     64   1024   1024    436    128
+batch           random64   linear   chunked     64     64   1024     64    128
+batch           random256  linear   chunked     64     64   1024     64    128
+batch           elu        linear   chunked     64     64   1024     64    128
+batch           separable  linear   chunked     64     64   1024     64    128
+narrow-values   taylor1    linear   chunked     64   1024   1024    436    128
 narrow-values   taylor2    dense    dense       64    192    960    436     30
 narrow-values   taylor4    dense    dense        5      5   1020    436      1
-narrow-values   random64   chunked  chunked     64   1024   1024    436    128
-narrow-values   random256  chunked  chunked     64   1024   1024    436    128
-narrow-values   elu        chunked  chunked     64   1024   1024    436    128
-narrow-values   separable  chunked  chunked     64   1024   1024    436    128
+narrow-values   random64   linear   chunked     64   1024   1024    436    128
+narrow-values   random256  linear   chunked     64   1024   1024    436    128
+narrow-values   elu        linear   chunked     64   1024   1024    436    128
+narrow-values   separable  linear   chunked     64   1024   1024    436    128
 """
 DECISIONS = [line.split() for line in TABLE.split("\n")[2:-1]]
 
@@ -227,10 +229,11 @@ def test_sizes_at_their_limits_and_just_beyond(method, layout, expected):
         (Linear("elu"), layout_of(64, batch=(3,), heads=5), False),
     ],
 )
-def test_equal_work_is_chunked_and_a_query_less_is_dense(method, layout, is_causal):
+def test_equal_work_is_done_by_sums_and_a_query_less_is_dense(method, layout, is_causal):
     n, m = layout.queries, layout.keys
     shorter = replace(layout, queries=n - 1, keys=m - 1 if n == m else m)
-    assert (decided(method, layout, is_causal)[0], decided(method, shorter, is_causal)[0]) == ("chunked", "dense")
+    by_sums = "chunked" if is_causal else "linear"
+    assert (decided(method, layout, is_causal)[0], decided(method, shorter, is_causal)[0]) == (by_sums, "dense")
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
@@ -238,30 +241,40 @@ def test_equal_work_is_chunked_and_a_query_less_is_dense(method, layout, is_caus
     ("n", "m", "stateful", "resumed", "expected"),
     [
         (1, 1, True, True, "step"),
-        (1, 1, True, False, "chunked"),  # The first token of a stream.
+        (1, 1, True, False, "sums"),  # the first token of a stream
         (1, 1, False, False, "dense"),
-        (1, 2, True, True, "chunked"),
-        (2, 1, True, True, "chunked"),
-        (2, 2, True, True, "chunked"),
-        (2, 2, True, False, "chunked"),
+        (1, 2, True, True, "sums"),
+        (2, 1, True, True, "sums"),
+        (2, 2, True, True, "sums"),
+        (2, 2, True, False, "sums"),
     ],
 )
 def test_one_token_after_others_is_a_step_and_no_other_call_with_a_state_is(
     n, m, stateful, resumed, expected, is_causal
 ):
-    assert decided(Taylor(2), layout_of(n, m), is_causal, stateful, resumed)[0] == expected
+    by_sums = "chunked" if is_causal else "linear"
+    found = decided(Taylor(2), layout_of(n, m), is_causal, stateful, resumed)[0]
+    assert found == (by_sums if expected == "sums" else expected)
 
 
-@pytest.mark.parametrize("form", ["dense", "chunked", "linear", "step"])
+@pytest.mark.parametrize("form", ["dense", "chunked", "linear", "step", "fused"])
 def test_the_form_that_is_asked_for_is_taken_whatever_the_rest(form):
+    """As far as the call has it: sums are chunked if it is causal, else linear; kernels need a call of their kind."""
+    nothing = torch.empty(0)
     for layout, is_causal, stateful in itertools.product(LAYOUTS.values(), (False, True), (False, True)):
-        for method in METHODS.values():
-            _, sizes = decided(method, layout, is_causal)
-            assert decided(method, layout, is_causal, stateful, stateful, form) == (form, sizes)
+        call = Call(
+            layout, nothing, nothing, nothing, torch.float32, is_causal=is_causal, return_state=stateful
+        )  # fmt: skip
+        by_sums = "chunked" if is_causal else "linear"
+        for method, is_served in itertools.product(METHODS.values(), (False, True)):
+            expected = form if form in ("dense", "step") or (form == "fused" and is_served) else by_sums
+            assert _form_of(method, call, is_served, stateful, form) == expected
 
 
 def test_the_chunk_that_is_asked_for_decides_the_other_sizes():
     """A test with short chunks crosses the borders of waves and units too, and its batch is whole."""
     for method in METHODS.values():
         layout = layout_of(1000, 4000, batch=(2,), heads=3, group=2)
-        assert decided(method, layout, chunk=5)[1] == Sizes(5, 10, 20, 64, 6, fused=5)
+        assert sizes_of(method.size(layout.width), layout, chunk=5) == Sizes(5, 10, 20, 64, 6)
+    sizes = KernelSizes(6, 2, 1000, 1000, 64, 64, 2145)
+    assert schedule("forward", "taylor", sizes, True, False, threads=1, chunk=5)[1:3] == (5, False)  # nor pairs

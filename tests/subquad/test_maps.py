@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from calls import normal, odd_taylor
+from calls import normal
 from subquad import RandomFeatures, Taylor
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -65,7 +65,7 @@ def test_variance_of_independent_random_features_falls_with_their_number(kind):
 @pytest.mark.parametrize("width", range(1, 9))
 def test_taylor_features_are_the_monomials_and_their_products_the_series(degree, width):
     """Monomials are listed one by one: the formula of the library is not used to check itself."""
-    method = Taylor(degree) if degree % 2 == 0 else odd_taylor(degree)
+    method = Taylor(degree)
     q, k = (normal(5, width, seed=seed, dtype=torch.float64) for seed in (0, 1))
     features = method(k, is_query=False)
     variables = [

@@ -1,4 +1,4 @@
-"""MultiheadAttention against torch's own, and the exchange of attention inside torch's models."""
+"""MultiheadAttention compared with torch's own, and replace_attention on torch's models."""
 
 import copy
 import io
@@ -10,11 +10,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize, prune
 
-from subquad._attention import attention
-from subquad._features import Exact, Linear, RandomFeatures, Taylor
-from subquad._modules import MultiheadAttention
-from subquad._replace import Replacements, replace_attention
-from subquad._separable import Separable
+from subquad import (
+    Auto,
+    Exact,
+    Linear,
+    MultiheadAttention,
+    RandomFeatures,
+    Replacement,
+    Separable,
+    Taylor,
+    attention,
+    replace_attention,
+)
 
 WIDTH, HEADS, BATCH, QUERIES, KEYS = 12, 3, 2, 5, 7
 HIDDEN = float("-inf")
@@ -41,7 +48,7 @@ def name_of(method: object) -> str:
 
 @pytest.fixture(autouse=True)
 def settings():
-    """float64, so that equal means equal to 1e-10; one thread, because tensors this small keep one busy."""
+    """Use float64, so that results agree to 1e-10, and one thread, which is enough for small tensors."""
     threads, dtype = torch.get_num_threads(), torch.get_default_dtype()
     torch.manual_seed(0)
     torch.set_num_threads(1)
@@ -52,7 +59,7 @@ def settings():
 
 
 def both(method="exact", **options) -> tuple[nn.MultiheadAttention, MultiheadAttention]:
-    """Torch's module and ours with the same parameters, none of them zero."""
+    """Return torch's module and ours with the same parameters, none of them zero."""
     theirs = nn.MultiheadAttention(WIDTH, HEADS, **options)
     for parameter in theirs.parameters():
         nn.init.normal_(parameter, std=0.5)
@@ -86,7 +93,7 @@ def padding() -> Tensor:
 
 def random_mask(*shape: int) -> Tensor:
     mask = torch.rand(shape) < 0.4
-    mask[..., 0] = False  # Each query sees a key: torch gives NaN otherwise.
+    mask[..., 0] = False  # Each query sees a key; torch returns NaN otherwise.
     return mask
 
 
@@ -118,7 +125,7 @@ def assert_same(ours, theirs) -> None:
 
 
 def run(module: nn.Module, tensors: list[Tensor], **options) -> tuple[Tensor, Tensor | None, list[Tensor]]:
-    """The outputs, and the gradients of a loss in which each of their numbers counts differently."""
+    """Return the outputs, and the gradients of a loss that weights each number differently."""
     output, weights = module(*tensors, **options)
     loss = (output * torch.arange(output.numel()).reshape(output.shape).sin()).sum()
     if weights is not None:
@@ -126,7 +133,7 @@ def run(module: nn.Module, tensors: list[Tensor], **options) -> tuple[Tensor, Te
     return output, weights, list(torch.autograd.grad(loss, [*tensors, *module.parameters()]))
 
 
-# --- Exact() is nn.MultiheadAttention -----------------------------------------------------------------------
+# --- Exact() is nn.MultiheadAttention ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("mask", MASKS)
@@ -173,11 +180,11 @@ def test_exact_causal_is_torch(shape, n, need_weights):
     options = {"need_weights": need_weights, "is_causal": True}
     expected = run(theirs, tensors, attn_mask=causal(n), **options)
     assert_same(run(ours, tensors, attn_mask=causal(n), **options), expected)
-    assert_same(run(ours, tensors, **options), expected)  # Torch refuses this one.
+    assert_same(run(ours, tensors, **options), expected)  # Torch raises here.
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_initialisation_is_torch_s(shape):
+def test_initialization_is_torch_s(shape):
     torch.manual_seed(3)
     theirs = nn.MultiheadAttention(WIDTH, HEADS, **SHAPES[shape])
     torch.manual_seed(3)
@@ -193,7 +200,7 @@ def test_device_and_dtype_are_passed_on():
     assert layer.random_matrix.device.type == "meta"
 
 
-# --- Masks in every method ----------------------------------------------------------------------------------
+# --- Masks in every method --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("need_weights", [False, True])
@@ -242,7 +249,7 @@ def test_nan_in_padding_stays_there(method):
 @pytest.mark.parametrize("method", METHODS, ids=name_of)
 @pytest.mark.filterwarnings("ignore:need_weights")
 def test_causal_is_every_prefix_for_itself(method, own):
-    """Also where the module has keys of its own, which all queries see."""
+    """Also if the module has keys of its own, which all queries see."""
     layer = module_of(method, **own)
     query, key, value = inputs(layer, n=KEYS)
     output, none = layer(query, key, value, need_weights=False, is_causal=True)
@@ -259,7 +266,7 @@ def test_causal_is_every_prefix_for_itself(method, own):
 
 @pytest.mark.parametrize("method", METHODS, ids=name_of)
 @pytest.mark.parametrize("n", [QUERIES, KEYS, KEYS + 2])
-def test_a_causal_mask_is_recognised(method, n):
+def test_a_causal_mask_is_recognized(method, n):
     layer = module_of(method)
     tensors = inputs(layer, n)
     expected, _ = layer(*tensors, need_weights=False, is_causal=True)
@@ -273,7 +280,7 @@ def test_a_causal_mask_is_recognised(method, n):
 
 
 @pytest.mark.parametrize("method", METHODS, ids=name_of)
-def test_a_mask_that_factors_is_taken_apart(method):
+def test_a_mask_that_factors_is_split(method):
     layer = module_of(method)
     tensors = inputs(layer, KEYS)
     hidden = padding()
@@ -309,7 +316,7 @@ def test_a_mask_that_factors_is_taken_apart(method):
         ("key_padding_mask", torch.full((BATCH, KEYS), torch.nan)),
     ],
 )
-def test_what_no_linear_method_can_hide_is_refused(method, name, mask):
+def test_masks_that_approximations_do_not_support_raise(method, name, mask):
     layer = module_of(method)
     with pytest.raises(ValueError, match=rf'^{name}: .*method="exact"'):
         layer(*inputs(layer), need_weights=False, **{name: mask})
@@ -326,7 +333,7 @@ def test_empty_inputs(method, n, m, batch):
     assert m or torch.equal(output, layer.out_proj.bias.expand_as(output))
 
 
-# --- Linear methods -----------------------------------------------------------------------------------------
+# --- Linear methods ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("method", METHODS, ids=name_of)
@@ -363,12 +370,32 @@ def test_weights_of_a_linear_method_cost_a_warning(method):
 
 
 @pytest.mark.parametrize("method", LINEAR, ids=name_of)
-def test_dropout_of_a_linear_method_is_refused(method):
+def test_dropout_of_an_approximation_raises(method):
     with pytest.raises(ValueError, match=r"^dropout: .*dropout=0\.1"):
         MultiheadAttention(WIDTH, HEADS, 0.1, method=method)
 
 
-def test_an_unknown_method_is_refused():
+def test_a_method_with_a_warning_warns_once_where_the_module_is_made():
+    with pytest.warns(UserWarning, match=r"Taylor\(3\): weights can be negative") as caught:
+        layer = MultiheadAttention(WIDTH, HEADS, batch_first=True, method=Taylor(3))
+    assert [warning.filename for warning in caught] == [__file__]
+    model = encoder_of()
+    with pytest.warns(UserWarning, match=r"Taylor\(3\): weights can be negative") as caught:
+        replace_attention(model, Taylor(3))
+    assert [warning.filename for warning in caught] == [__file__]
+    tensors = inputs(layer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        MultiheadAttention(WIDTH, HEADS, method=Taylor(2))
+        model(torch.randn(2, 5, 16))
+        output, _ = layer(*tensors, key_padding_mask=padding(), need_weights=False)
+    with pytest.warns(UserWarning, match="need_weights=True") as caught:
+        again, _ = layer(*tensors, key_padding_mask=padding())
+    assert len(caught) == 1
+    assert_same(again, output)
+
+
+def test_an_unknown_method_raises():
     with pytest.raises(ValueError, match=r"method: .*'fast'"):
         MultiheadAttention(WIDTH, HEADS, method="fast")
 
@@ -394,7 +421,7 @@ def test_a_wrong_shape_is_named(name, method):
         layer(*tensors, **options)
 
 
-# --- What is saved, loaded and moved ------------------------------------------------------------------------
+# --- What is saved, loaded and moved ----------------------------------------------------------------------------------
 
 
 class LearnedMap(nn.Module):
@@ -473,13 +500,13 @@ def test_the_random_matrix_is_moved_and_copied():
     assert torch.equal(module_of(RandomFeatures(16, matrix=given)).random_matrix, given)
 
 
-def test_a_matrix_of_another_size_is_refused():
+def test_a_matrix_of_another_size_raises():
     with pytest.raises(RuntimeError, match="random_matrix"):
         module_of(RandomFeatures(16)).load_state_dict(module_of(RandomFeatures(32)).state_dict())
 
 
 def test_a_map_that_is_a_module_trains_and_is_saved():
-    layer = module_of(LearnedMap(WIDTH // HEADS))  # It loads a state of torch's, in which the map is missing.
+    layer = module_of(LearnedMap(WIDTH // HEADS))  # It loads torch's state, which does not contain the map.
     names = [name for name, _ in layer.named_parameters() if name.startswith("method.")]
     assert names == ["method.projection.weight", "method.projection.bias"]
     x = torch.randn(BATCH, KEYS, WIDTH)
@@ -507,7 +534,7 @@ def test_copies_and_pickles(method):
         assert not {id(p) for p in twin.parameters()} & {id(p) for p in layer.parameters()}
 
 
-# --- Compiled code and vmap ---------------------------------------------------------------------------------
+# --- Compiled code and vmap -------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("method", [Exact(), Taylor(2), RandomFeatures(8)], ids=name_of)
@@ -530,7 +557,7 @@ def test_compiled_is_eager(method):
             assert_same(compiled(*tensors), function(*tensors))
 
 
-def test_compiled_an_unnamed_mask_is_refused():
+def test_compiled_an_undeclared_mask_raises():
     torch._dynamo.reset()
     layer = module_of(Taylor(2)).eval()
     tensors = [x.detach() for x in inputs(layer)]
@@ -553,36 +580,68 @@ def test_padding_under_vmap():
 
     expected = torch.stack([output(*each) for each in zip(*tensors, masks, strict=True)])
     assert_same(torch.func.vmap(output)(*tensors, masks), expected)
-    assert_same(torch.func.vmap(output)(*tensors, masks.clamp(min=-1e9)), expected)  # All but 0 hides.
+    assert_same(torch.func.vmap(output)(*tensors, masks.clamp(min=-1e9)), expected)  # Any nonzero number hides.
 
 
-# --- The exchange: what it does -----------------------------------------------------------------------------
+# --- replace_attention: what it does ----------------------------------------------------------------------------------
 
 
 def encoder_of(norm_first=False, batch_first=True, dropout=0.0) -> nn.TransformerEncoder:
     layer = nn.TransformerEncoderLayer(16, 2, 32, dropout, batch_first=batch_first, norm_first=norm_first)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Torch says when it will not use nested tensors.
+        warnings.simplefilter("ignore")  # Torch warns that it will not use nested tensors.
         encoder = nn.TransformerEncoder(layer, 2)
-    for parameter in encoder.parameters():  # Clones with other parameters, and logits large enough to matter.
+    for (
+        parameter
+    ) in encoder.parameters():  # Give the clones different parameters, and make the logits large enough to matter.
         nn.init.normal_(parameter, std=0.5)
     return encoder
 
 
-def test_the_names_are_those_of_the_model():
+def test_the_report_lists_every_layer_by_its_name_in_the_model():
     model = nn.Transformer(16, 2, 1, 2, 32, dropout=0.0, batch_first=True)
-    result = replace_attention(model, "taylor")
-    assert result == Replacements(
-        replaced=(
-            "encoder.layers.0.self_attn",
-            "decoder.layers.0.self_attn",
-            "decoder.layers.0.multihead_attn",
-            "decoder.layers.1.self_attn",
-            "decoder.layers.1.multihead_attn",
-        )
+    report = replace_attention(model, "taylor")
+    names = (
+        "encoder.layers.0.self_attn",
+        "decoder.layers.0.self_attn",
+        "decoder.layers.0.multihead_attn",
+        "decoder.layers.1.self_attn",
+        "decoder.layers.1.multihead_attn",
     )
+    rows = (Replacement(i, name, "nn.MultiheadAttention", Taylor(2)) for i, name in enumerate(names))
+    assert report.layers == tuple(rows)
+    assert (report.replaced, report.skipped) == (names, {})
     assert not any(isinstance(module, nn.MultiheadAttention) for module in model.modules())
-    assert all(model.get_submodule(name).method == Taylor(2) for name in result.replaced)
+    assert all(model.get_submodule(name).method == Taylor(2) for name in names)
+
+
+def test_the_report_prints_as_a_table():
+    model = nn.ModuleDict({"plain": nn.MultiheadAttention(16, 2), "subclass": Doubled(16, 2)})
+    replace_attention(model, LearnedMap(8))
+    assert str(replace_attention(model, Auto())).splitlines() == [
+        "layer  name      before      now                                  note",
+        "0      plain     LearnedMap  Auto(max_error=0.05, check_rows=64)",
+        "1      subclass  Doubled     unchanged                            "
+        "Doubled is a subclass, which may do more than its base",
+    ]
+
+
+def test_only_the_selected_layers_are_replaced():
+    model = nn.Transformer(16, 2, 1, 1, 32, dropout=0.0, batch_first=True)
+    report = replace_attention(model, "taylor", layers=[2, 0])
+    assert report.replaced == ("encoder.layers.0.self_attn", "decoder.layers.0.multihead_attn")
+    assert [layer.method for layer in report.layers] == [Taylor(2), None, Taylor(2)]
+    assert type(model.decoder.layers[0].self_attn) is nn.MultiheadAttention
+    assert report.skipped == {}
+    assert replace_attention(model, "exact", layers=[]).replaced == ()
+
+
+@pytest.mark.parametrize(("layers", "got"), [([0, 2, True], r"\[2, True\]"), ([-1], r"\[-1\]"), (1, "1")])
+def test_layers_that_do_not_exist_raise(layers, got):
+    model = encoder_of()
+    with pytest.raises(ValueError, match=f"^layers: expected a list of numbers from 0 to 1, got {got}$"):
+        replace_attention(model, "taylor", layers=layers)
+    assert all(type(layer.self_attn) is nn.MultiheadAttention for layer in model.layers)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -607,22 +666,22 @@ def test_everything_but_the_method_is_kept(shape):
     assert model["attention"].random_matrix is None
 
 
-def test_an_optimiser_goes_on():
+def test_an_optimizer_keeps_working():
     model = encoder_of()
-    optimiser = torch.optim.Adam(model.parameters(), lr=0.03)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.03)
     replace_attention(model, "taylor")
     x = torch.randn(2, 5, 16)
     losses = []
     for _ in range(8):
-        optimiser.zero_grad()
+        optimizer.zero_grad()
         loss = (model(x) - 1).square().mean()
         loss.backward()
-        optimiser.step()
+        optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.9 * losses[0]
     weight = model.layers[0].self_attn.in_proj_weight
     assert weight.grad.count_nonzero() > 0
-    assert weight in optimiser.state
+    assert weight in optimizer.state
 
 
 def test_shared_modules_stay_shared():
@@ -646,22 +705,89 @@ def test_a_second_call_changes_the_method():
     assert model.state_dict().keys() == encoder_of().state_dict().keys()
 
 
-def test_dropout_of_weights_is_removed_and_reported():
+def test_dropout_on_weights_is_removed_and_reported():
     model = encoder_of(dropout=0.1)
-    with pytest.warns(UserWarning, match=r"layers\.0\.self_attn, layers\.1\.self_attn") as caught:
-        result = replace_attention(model, "taylor")
+    with pytest.warns(UserWarning, match=r"removed from layers\.0\.self_attn, layers\.1\.self_attn") as caught:
+        report = replace_attention(model, "taylor")
     assert len(caught) == 1
     assert caught[0].filename == __file__
-    assert result.dropout_removed == {"layers.0.self_attn": 0.1, "layers.1.self_attn": 0.1}
-    assert "removed dropout=0.1 of layers.0.self_attn" in str(result)
+    assert [layer.note for layer in report.layers] == ["dropout=0.1 removed"] * 2
+    assert report.skipped == {}
+    assert "Taylor(2)  dropout=0.1 removed" in str(report)
     assert model.layers[0].self_attn.dropout == 0
     assert model.layers[0].dropout1.p == 0.1
     kept = encoder_of(dropout=0.1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert replace_attention(kept, "exact").dropout_removed == {}
-        assert replace_attention(model, "taylor").dropout_removed == {}
+        for again in (replace_attention(kept, "exact"), replace_attention(model, "taylor")):
+            assert [layer.note for layer in again.layers] == ["", ""]
     assert kept.layers[0].self_attn.dropout == 0.1
+    report.undo()
+    assert model.layers[0].self_attn.dropout == 0.1
+
+
+# --- Undo -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layers", [None, [1]])
+def test_undo_restores_the_model(layers):
+    model = encoder_of().eval()
+    modules, flags = dict(model.named_modules()), (model.enable_nested_tensor, model.use_nested_tensor)
+    parameters = [(name, id(p)) for name, p in model.named_parameters()]
+    x, _ = tokens_and_padding()
+    expected = model(x)
+    report = replace_attention(model, Taylor(0), layers=layers)
+    assert not torch.allclose(model(x), expected)
+    assert flags == (True, True)
+    assert (model.enable_nested_tensor, model.use_nested_tensor) == (False, False)
+    report.undo()
+    report.undo()  # The second call does nothing.
+    assert dict(model.named_modules()) == modules
+    assert [(name, id(p)) for name, p in model.named_parameters()] == parameters
+    assert (model.enable_nested_tensor, model.use_nested_tensor) == flags
+    assert_same(model(x), expected)
+
+
+def test_a_context_manager_undoes_on_exit_also_after_an_error():
+    model = encoder_of()
+    with pytest.raises(RuntimeError, match="stop"), replace_attention(model, "taylor") as report:  # noqa: PT012
+        assert isinstance(model.layers[1].self_attn, MultiheadAttention)
+        assert report.replaced == ("layers.0.self_attn", "layers.1.self_attn")
+        raise RuntimeError("stop")
+    assert all(type(layer.self_attn) is nn.MultiheadAttention for layer in model.layers)
+
+
+def test_nested_replacements_are_undone_in_reverse():
+    model = encoder_of()
+    with replace_attention(model, RandomFeatures(8, seed=1)):
+        first = model.layers[0].self_attn
+        with replace_attention(model, "taylor", layers=[0]) as inner:
+            assert [layer.before for layer in inner.layers] == ["RandomFeatures(8, 'positive')"] * 2
+            assert model.layers[0].self_attn.method == Taylor(2)
+        assert model.layers[0].self_attn is first
+    assert type(model.layers[0].self_attn) is nn.MultiheadAttention
+
+
+def test_undo_keeps_trained_and_loaded_parameters_and_the_mode():
+    model, other = encoder_of().train(), encoder_of()
+    report = replace_attention(model, "taylor")
+    model.load_state_dict(other.state_dict(), assign=True)  # replaces the parameter objects
+    model.eval()
+    report.undo()
+    assert not model.layers[0].self_attn.training
+    for name, tensor in other.state_dict().items():
+        assert torch.equal(model.state_dict()[name], tensor)
+
+
+def test_undo_keeps_shared_modules_shared():
+    shared = nn.MultiheadAttention(16, 2)
+    model = nn.ModuleDict({"a": shared, "b": nn.ModuleList([shared])})
+    replace_attention(model, "taylor").undo()
+    assert model["a"] is shared
+    assert model["b"][0] is shared
+
+
+# --- What cannot be replaced ------------------------------------------------------------------------------------------
 
 
 class Doubled(nn.MultiheadAttention):
@@ -705,29 +831,40 @@ def pruned() -> nn.Module:
 def test_what_cannot_be_replaced_is_named(make, reason):
     odd = make()
     model = nn.ModuleDict({"odd": odd, "even": nn.MultiheadAttention(16, 2)})
-    result = replace_attention(model, "taylor")
+    report = replace_attention(model, "taylor")
     assert model["odd"] is odd
-    assert result.replaced == ("even",)
-    assert list(result.skipped) == ["odd"]
-    assert reason in result.skipped["odd"]
-    assert f"skipped odd: {result.skipped['odd']}" in str(result)
+    assert report.replaced == ("even",)
+    assert list(report.skipped) == ["odd"]
+    assert reason in report.skipped["odd"]
+    assert f"unchanged  {report.skipped['odd']}" in str(report)
+    report.undo()
+    assert model["odd"] is odd
 
 
 @pytest.mark.parametrize("kind", [nn.MultiheadAttention, MultiheadAttention])
-def test_attention_itself_cannot_be_exchanged(kind):
+def test_an_attention_module_itself_raises(kind):
     with pytest.raises(ValueError, match=r"^model: .*state_dict"):
         replace_attention(kind(16, 2), "taylor")
 
 
-def test_a_model_without_attention():
-    result = replace_attention(nn.Linear(2, 2), "taylor")
-    assert result == Replacements(())
-    assert str(result) == "replaced none"
+def test_a_model_without_attention_raises():
+    message = r"^model: expected a model that contains torch\.nn\.MultiheadAttention, but Linear has none$"
+    with pytest.raises(ValueError, match=message):
+        replace_attention(nn.Linear(2, 2), "taylor")
+
+
+def test_a_hugging_face_model_raises_and_names_the_right_function():
+    base = type("PreTrainedModel", (nn.Module,), {"__module__": "transformers.modeling_utils"})
+    model = type("MyModel", (base,), {})()  # a subclass defined elsewhere
+    with pytest.raises(
+        ValueError, match=r"MyModel has none; .* subquad\.integrations\.transformers\.replace_attention$"
+    ):
+        replace_attention(model, "taylor")
 
 
 def test_an_error_leaves_the_model_as_it_was(monkeypatch):
     model = encoder_of()
-    take_over, calls = MultiheadAttention.take_over, []
+    take_over, calls = MultiheadAttention._take_over, []
 
     def fails_the_second_time(self, *args):
         calls.append(args)
@@ -735,7 +872,7 @@ def test_an_error_leaves_the_model_as_it_was(monkeypatch):
             raise RuntimeError("no memory")
         take_over(self, *args)
 
-    monkeypatch.setattr(MultiheadAttention, "take_over", fails_the_second_time)
+    monkeypatch.setattr(MultiheadAttention, "_take_over", fails_the_second_time)
     with pytest.raises(RuntimeError, match="no memory"):
         replace_attention(model, "taylor")
     assert all(type(layer.self_attn) is nn.MultiheadAttention for layer in model.layers)
@@ -743,7 +880,7 @@ def test_an_error_leaves_the_model_as_it_was(monkeypatch):
         replace_attention(model, "fast")
 
 
-# --- The exchange: it really runs ---------------------------------------------------------------------------
+# --- replace_attention: the method really runs ------------------------------------------------------------------------
 
 
 def tokens_and_padding(batch_first: bool = True) -> tuple[Tensor, Tensor]:
@@ -757,7 +894,7 @@ def tokens_and_padding(batch_first: bool = True) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("padded", ["", "booleans", "numbers"])
 @pytest.mark.parametrize("method", [Taylor(0), RandomFeatures(16), Exact()], ids=str)
 def test_eval_mode_runs_the_method(method, padded, norm_first, batch_first):
-    """Where torch would run its fused kernel, or make nested tensors."""
+    """Also where torch would run its fused kernel or create nested tensors."""
     encoder = encoder_of(norm_first, batch_first)
     x, mask = tokens_and_padding(batch_first)
     mask = {"": None, "booleans": mask, "numbers": as_numbers(mask)}[padded]
@@ -772,13 +909,13 @@ def test_eval_mode_runs_the_method(method, padded, norm_first, batch_first):
 
 
 def test_torch_would_not_have_run_it():
-    """That the test above can fail: in eval mode torch's layer does not call its attention."""
+    """The test above can fail: in eval mode torch's layer does not call its attention."""
     encoder, calls = encoder_of().eval(), []
     x, mask = tokens_and_padding()
     for layer in encoder.layers:
         layer.self_attn.forward = lambda *args, **options: calls.append(args)
     with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Nested tensors are a prototype, torch says.
+        warnings.simplefilter("ignore")  # Torch warns that nested tensors are a prototype.
         encoder(x, src_key_padding_mask=mask)
         encoder(x)
     assert not calls
@@ -795,9 +932,9 @@ def test_an_encoder_made_with_our_layer_runs_the_method():
     assert_same(evaluated, encoder.train()(x, src_key_padding_mask=mask).detach())
 
 
-def test_a_nested_tensor_is_refused():
+def test_a_nested_tensor_raises():
     encoder = encoder_of().eval()
-    for layer in encoder.layers:  # Not the encoder as a whole: it does not learn of the change.
+    for layer in encoder.layers:  # Layer by layer, so that the encoder's flags are not changed.
         replace_attention(layer, "taylor")
     x, mask = tokens_and_padding()
     with torch.no_grad(), warnings.catch_warnings():
@@ -822,7 +959,7 @@ def test_a_padded_encoder_is_an_unpadded_one(method, numbers, training):
 @pytest.mark.parametrize("is_causal", [None, True, False])
 @pytest.mark.parametrize("method", LINEAR, ids=name_of)
 def test_a_causal_encoder_does_not_see_the_future(method, is_causal, numbers):
-    """is_causal=None: torch's encoder looks for itself; False: ours has to."""
+    """is_causal=None: torch's encoder detects causality; False: our module has to."""
     encoder = encoder_of().eval()
     replace_attention(encoder, method)
     x, padded = tokens_and_padding()
@@ -840,7 +977,7 @@ def test_a_causal_encoder_does_not_see_the_future(method, is_causal, numbers):
 @pytest.mark.parametrize("method", METHODS, ids=name_of)
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor")
 def test_a_transformer_generates(method, batch_first):
-    """A prefix gives what it gives in one causal pass over the whole; sources are padded."""
+    """A prefix gives the same result as one causal pass over the whole sequence; sources are padded."""
     model = nn.Transformer(16, 2, 1, 1, 32, dropout=0.0, batch_first=batch_first).eval()
     replace_attention(model, method)
     source, padded = tokens_and_padding(batch_first)

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from calls import INF, NAN, attended, normal_inputs, relative, resumed, same_bits, with_gradients
-from subquad import Exact, Multipole, attention
-from subquad import _multipole as multipole
-from subquad._multipole import main_directions, moments
-from subquad.native._library import AVAILABLE
+from subquad import Exact, Multipole, attention, native
+from subquad._engines.multipole.moments import main_directions, moments
+from subquad.methods import multipole as settings
+from subquad.planning.cost import cost_of
+from subquad.planning.shape import Shape
 
 SMALL = Multipole(window=5, sinks=2, block=4, top=2, rank=2)
 METHODS = {
@@ -30,8 +31,8 @@ by_form = pytest.mark.parametrize("form", ["dense", "fused"])  # torch's operati
 @pytest.fixture
 def groups(monkeypatch) -> None:
     """Groups from 6 far blocks on, of 16 blocks, two of which are opened."""
-    monkeypatch.setattr(multipole, "GROUPED", 6)
-    monkeypatch.setattr(multipole, "OPENED", 2)
+    monkeypatch.setattr(settings, "GROUPED_FROM_BLOCKS", 6)
+    monkeypatch.setattr(settings, "OPENED_GROUPS", 2)
 
 
 def best(scores: list[float], count: int) -> set[int]:
@@ -49,24 +50,24 @@ def seen_by_one(method: Multipole, q: Tensor, k: Tensor, v: Tensor, is_causal: b
         for u in range(first, last):
             keys = slice(method.sinks + u * size * method.block, method.sinks + (u + 1) * size * method.block)
             count = size * method.block
-            centres, spread, means = (
+            centers, spread, means = (
                 x[0] for x in moments(k[None, keys], v[None, keys], method.rank * (1 + (size > 1)))
             )
-            mean, along = q @ centres[0], centres[1:] @ q
+            mean, along = q @ centers[0], centers[1:] @ q
             pairs = torch.triu_indices(len(along), len(along))
             variance = (spread * along[pairs[0]] * along[pairs[1]]).sum().clamp(min=0)
-            weight = count * (mean + variance.clamp(max=4) / 2).exp()
+            weight = count * (mean + variance.clamp(max=settings.MAX_VARIANCE) / 2).exp()
             value = weight * (means[0] + along @ means[1:])
             likely = mean.detach() + sqrt(2 * log(count)) * variance.detach().sqrt()
             found.append((float(likely), weight, value, u))
         return found
 
     total, output = q.new_zeros(()), v.new_zeros(v.shape[1])
-    size = multipole.group_size(far)
+    size = settings.group_size(far)
     blocks = units(1, 0, far)
     if size > 1:
         groups = units(size, 0, far // size)
-        opened = best([x[0] for x in groups], multipole.OPENED)
+        opened = best([x[0] for x in groups], settings.OPENED_GROUPS)
         for _, weight, value, u in groups:
             if u not in opened:
                 total, output = total + weight, output + value
@@ -122,6 +123,26 @@ def test_groups(form, is_causal, groups) -> None:
             torch.testing.assert_close(found[h, i], row, rtol=1e-9, atol=1e-9)
 
 
+@by_form
+@pytest.mark.parametrize(("name", "value"), [
+    ("GROUPED_FROM_BLOCKS", 100), ("MIN_GROUP_BLOCKS", 8), ("OPENED_GROUPS", 1), ("MAX_VARIANCE", 0.1),
+])  # fmt: skip
+def test_constants_are_read_when_they_are_used(form, name, value, groups, monkeypatch) -> None:
+    """By torch's operations, by the kernel, by a state that is resumed, and by the cost."""
+    assert settings.MAX_VARIANCE == 4
+    q, k, v = inputs(230, std=1.5)
+    shape = Shape.of(query_length=230, head_dim=6, value_dim=5, heads=4, key_heads=2, is_causal=True)
+    before, price = attended(SMALL, q, k, v, form=form)[0], cost_of(SMALL, shape, "fused")
+    monkeypatch.setattr(settings, name, value)
+    found = attended(SMALL, q, k, v, form=form)[0]
+    assert relative(found, before) > 1e-6
+    assert (cost_of(SMALL, shape, "fused").flops != price.flops) == (name != "MAX_VARIANCE")
+    row = seen_by_one(SMALL, q[3, 229] / sqrt(6), k[1], v[1], True)
+    torch.testing.assert_close(found[3, 229], row, rtol=1e-9, atol=1e-9)
+    cut, _ = resumed(SMALL, q[None], k[None], v[None], pieces=[150, 1, 79], form=form)
+    torch.testing.assert_close(cut[0], found, rtol=1e-9, atol=1e-9)
+
+
 @by_method
 @by_form
 def test_hidden_keys_have_no_place(name, form) -> None:
@@ -165,7 +186,7 @@ def test_the_future_changes_no_bit(name, form, dtype, groups) -> None:
                 x[..., place:, :] = x[..., place:, :] * edit
             after = attended(METHODS[name], *edited, form=form)[0]
             past = after[..., :place, :], before[..., :place, :]
-            if form == "fused" and AVAILABLE:
+            if form == "fused" and native.available():
                 assert torch.equal(*past), (place, edit)
             else:  # In torch rows share a product with the blocks that any of them chose: its order of sums may change.
                 torch.testing.assert_close(*past, rtol=1e-5, atol=1e-5)
@@ -253,7 +274,7 @@ def test_gradients(is_causal) -> None:
     def function(*x: Tensor) -> Tensor:
         return attended(SMALL, *x, is_causal=is_causal, keep=keep)[0]
 
-    without = Multipole(window=5, sinks=2, block=4, top=2, rank=0)  # Directions turn with the keys; centres are exact.
+    without = Multipole(window=5, sinks=2, block=4, top=2, rank=0)  # Directions turn with the keys; centers are exact.
     plain = lambda *x: attended(without, *x, is_causal=is_causal, keep=keep)[0]
     assert torch.autograd.gradcheck(plain, given)
     assert torch.autograd.gradgradcheck(plain, given)
@@ -383,9 +404,9 @@ def test_empty_and_single(form) -> None:
 def test_moments_of_a_block() -> None:
     _, k, v = inputs(40)
     k, v = k[:1], v[:1]
-    centres, spread, means = moments(k, v, 5)
-    places = (k[0] - k[0].mean(0)) @ centres[0, 1:].mT
-    torch.testing.assert_close(centres[0, 1:] @ centres[0, 1:].mT, torch.eye(5, dtype=torch.float64))
+    centers, spread, means = moments(k, v, 5)
+    places = (k[0] - k[0].mean(0)) @ centers[0, 1:].mT
+    torch.testing.assert_close(centers[0, 1:] @ centers[0, 1:].mT, torch.eye(5, dtype=torch.float64))
     pairs = torch.triu_indices(5, 5)
     second = (places.mT @ places / 40)[pairs[0], pairs[1]] * torch.where(pairs[0] == pairs[1], 1.0, 2.0)
     torch.testing.assert_close(spread[0], second)
@@ -407,7 +428,7 @@ def test_fewer_directions_than_asked_for() -> None:
 
 
 def test_gaussian_logits_are_exact_on_average() -> None:
-    """Of many keys that are Gaussian around a centre: both the weight and the value."""
+    """Of many keys that are Gaussian around a center: both the weight and the value."""
     d, n = 4, 200_000
     k, noise = (torch.randn(1, n, d, generator=torch.Generator().manual_seed(i), dtype=torch.float64) for i in (0, 1))
     k = 0.5 * k + 1
@@ -426,7 +447,9 @@ def test_settings_that_mean_nothing_are_refused() -> None:
     for name, value in (("window", 0), ("sinks", -1), ("block", 1), ("top", 2.5), ("rank", -1), ("block", True)):
         with pytest.raises(ValueError, match=f"^{name}: expected a whole number from"):
             Multipole(**{name: value})
-    with pytest.raises(ValueError, match=r"^rank: 4 keys of a block span fewer than 4 directions"):
+    with pytest.raises(
+        ValueError, match=r"^rank: the 4 keys of a block span fewer than 4 directions .*expected at most 3, got 4"
+    ):
         Multipole(block=4, rank=4)
 
 
@@ -443,7 +466,7 @@ def test_what_it_cannot_do_is_refused() -> None:
         attention(q, k, v[..., :4], is_causal=True, method="multipole", state=state)
     with pytest.raises(ValueError, match="state: expected"):
         attention(q[..., :4], k[..., :4], v, is_causal=True, method="multipole", state=state)
-    with pytest.raises(ValueError, match="Multipole reads which blocks were chosen, which"):
+    with pytest.raises(ValueError, match=r"method: Multipole selects blocks from data, which torch\.func\.vmap hides"):
         torch.func.vmap(torch.func.grad(lambda q: attention(q, k[0], v[0], method="multipole").sum()))(q)
     assert torch.func.grad(lambda q: attention(q, k, v, method="multipole").sum())(q).shape == q.shape
 

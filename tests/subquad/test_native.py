@@ -9,7 +9,6 @@ import json
 import os
 import subprocess
 import sys
-import warnings
 
 import pytest
 import torch
@@ -17,18 +16,21 @@ from torch import Tensor
 
 from calls import INF, METHODS, attended, normal_inputs, relative, with_gradients
 from subquad import Decoder, Linear, RandomFeatures, Separable, Taylor, attention, native
-from subquad._methods import kernel_of, recipe_of
-from subquad.native import _library, _multipole
+from subquad._engines.features.fused import numbers_of, turned
+from subquad._engines.features.method_kernel import kernel_of
+from subquad._engines.features.native_call import Numbers, Operands
+from subquad.native import calls, loader
 
-pytestmark = pytest.mark.skipif(not native.status().available, reason=f"no kernels: {native.status().reason}")
+pytestmark = [
+    pytest.mark.skipif(not native.available(), reason=f"no kernels: {native.status().reason}"),
+    pytest.mark.filterwarnings("ignore:.*weights can be negative"),
+]
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    SERVED = {
-        "taylor1": Taylor(1), "taylor2": Taylor(2), "taylor3": Taylor(3), "taylor4": Taylor(4),
-        "positive": RandomFeatures(37), "hyperbolic": RandomFeatures(44, "hyperbolic"), "elu": Linear("elu"),
-        "relu": Linear("relu"), "identity": Linear(), "separable": Separable(),
-    }  # fmt: skip
+SERVED = {
+    "taylor1": Taylor(1), "taylor2": Taylor(2), "taylor3": Taylor(3), "taylor4": Taylor(4),
+    "positive": RandomFeatures(37), "hyperbolic": RandomFeatures(44, "hyperbolic"), "elu": Linear("elu"),
+    "relu": Linear("relu"), "identity": Linear(), "separable": Separable(),
+}  # fmt: skip
 served = pytest.mark.parametrize("name", SERVED)
 # (batch, key heads), query heads per key head, length, width, value width
 SHAPES = [((1, 1), 1, 130, 7, 3), ((1, 3), 2, 70, 5, 33), ((1, 1), 1, 64, 2, 1)]
@@ -96,14 +98,14 @@ def test_operators_keep_the_rules_of_torch(name) -> None:
     q, k, v = (x.flatten(0, 1) for x in inputs_of(((1, 2), 1, 20, 4, 3), torch.float32))
     q = q[:, None]
     kernel, _, _ = kernel_of(method, q, k, 0.5)
-    recipe = recipe_of(method)
-    turned = native._fused.turned(recipe, kernel.table)
-    numbers = (*recipe, method.size(4), *kernel.root_scale, True, True, 0)
+    if name == "separable":
+        numbers = Numbers(calls.MAPS["separable"], 0, 4, *kernel.root_scale, True, True)
+    else:
+        numbers = numbers_of(method, kernel, is_causal=True)
     for grad in (False, True):
         tensors = [x.clone().requires_grad_(grad) for x in (q, k, v)]
-        torch.library.opcheck(
-            torch.ops.subquad.forward, (*tensors, None, kernel.table, turned, None, None, None, *numbers, not grad)
-        )
+        operands = Operands(*tensors, None, kernel.table, turned(method, kernel.table))
+        torch.library.opcheck(torch.ops.subquad.forward, (*operands, *numbers, not grad))
 
 
 @served
@@ -145,7 +147,7 @@ def test_states_pass_between_the_kernels_and_torch(name, monkeypatch) -> None:
     for order in ((True, False), (False, True), (True, True)):
         state, outputs = None, []
         for use, part in zip(order, torch.arange(150).split([90, 60]), strict=True):
-            monkeypatch.setattr(_library, "AVAILABLE", use)
+            monkeypatch.setattr(native, "available", lambda use=use: use)
             output, state = attended(method, *(x[..., part, :] for x in inputs), state=state, return_state=True)
             outputs.append(output)
         torch.testing.assert_close(torch.cat(outputs, -2), whole, rtol=1e-9, atol=1e-9)
@@ -280,7 +282,7 @@ def test_decoder_on_a_device_by_default() -> None:
 
 
 def test_decoder_complains_as_attention_does() -> None:
-    with pytest.raises(TypeError, match="state: expected what attention"):
+    with pytest.raises(TypeError, match="state: expected the result of attention"):
         Decoder(torch.ones(3))
     q, k, v = inputs_of(((1, 2), 1, 6, 4, 4), torch.float32)
     _, state = attention(q, k, v, is_causal=True, method=Taylor(2), return_state=True)
@@ -325,8 +327,8 @@ def test_every_instruction_set_and_none_gives_the_same() -> None:
 TEAMS = """
 import ctypes, os, sys, threading, torch
 from subquad import Taylor, attention
-from subquad.native import _library, _multipole
-team = ctypes.CDLL(str(next(_library.Path(_library.__file__).parent.glob("_kernels*.so")))).subquad_use_team
+from subquad.native import loader
+team = ctypes.CDLL(str(next(loader.Path(loader.__file__).parent.glob("_kernels*.so")))).subquad_use_team
 team.argtypes = [ctypes.c_void_p]
 torch.set_num_threads(3)
 q, k, v = torch.randn(3, 1, 3, 400, 16, generator=torch.Generator().manual_seed(0)).unbind()
@@ -339,7 +341,7 @@ for thread in others: thread.start()
 for thread in others: thread.join()
 team(None)
 found.append(call())
-team(_library.team_of_torch())
+team(loader.torch_team())
 assert all(torch.equal(x, expected) for x in found) and len(found) == 4
 child = os.fork()
 if child == 0:
@@ -364,19 +366,33 @@ def test_a_library_that_cannot_be_used_is_not(tmp_path) -> None:
         assert status.startswith(f"torch ({name} cannot be used: "), status
 
 
-def test_a_call_of_multipole_has_the_size_that_the_library_takes_it_for() -> None:
-    file = next(_library.Path(_library.__file__).parent.glob("_kernels*.so"))
-    assert ctypes.CDLL(str(file)).subquad_multipole_size() == ctypes.sizeof(_multipole.Call)
+def test_a_library_of_other_sources_is_not_used(monkeypatch) -> None:
+    """Every constant and the size of every structure is compared when the library is loaded."""
+    file = loader.Path(
+        os.environ.get("SUBQUAD_NATIVE") or next(loader.Path(loader.__file__).parent.glob("_kernels*.so"))
+    )
+    library = ctypes.CDLL(str(file))
+    library.subquad_interface.restype = ctypes.c_char_p
+    assert library.subquad_interface().decode() == calls.INTERFACE
+    for part in (f"call {ctypes.sizeof(calls.FeatureCall)}", f"multipole {ctypes.sizeof(calls.MultipoleCall)}"):
+        assert part in calls.INTERFACE
+    monkeypatch.setattr(loader, "INTERFACE", calls.INTERFACE.replace("padding 16", "padding 8"))
+    with pytest.raises(RuntimeError, match="different version of the sources"):
+        loader.open_library(file)
 
 
-def test_a_call_is_what_the_library_takes_it_for() -> None:
+@pytest.mark.parametrize(("name", "mirror"), [
+    ("SubquadTensor", calls.Strided), ("SubquadCall", calls.FeatureCall), ("SubquadLevel", calls.Level),
+    ("SubquadMultipole", calls.MultipoleCall),
+])  # fmt: skip
+def test_a_structure_is_what_the_library_takes_it_for(name, mirror) -> None:
     """Names and order of the fields of call.h, which the compiler does not compare with the mirror in Python."""
-    header = (_library.Path(_library.__file__).parent / "call.h").read_text()
-    body = header.split("struct SubquadCall {")[1].split("};")[0]
-    lines = [line.split("//")[0].strip() for line in body.splitlines()]
+    header = next(loader.Path(loader.__file__).parent.rglob("call.h")).read_text()
+    body = header.split(f"struct {name} {{")[1].split("};")[0]
+    code = " ".join(line.split("//")[0] for line in body.splitlines())
     fields = []
-    for line in lines:
-        if line:
-            declared = line.removesuffix(";").replace("const ", "").split(None, 1)[1]
-            fields += [name.strip().lstrip("*") for name in declared.split(",")]
-    assert fields == [name for name, *_ in _library.Call._fields_]
+    for declaration in code.split(";"):
+        if declaration.strip():
+            declared = declaration.replace("const ", "").strip().split(None, 1)[1]
+            fields += [part.strip().lstrip("*").split("[")[0].strip() for part in declared.split(",")]
+    assert fields == [field for field, *_ in mirror._fields_]

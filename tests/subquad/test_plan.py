@@ -6,7 +6,10 @@ import pytest
 import torch
 
 from subquad import Exact, RandomFeatures, Separable, Taylor, crossover, measure_error, plan
-from subquad._plan import describe, many, predicted_seconds
+from subquad.methods import label_of
+from subquad.planning.calibration_file import predicted_seconds
+from subquad.planning.shape import Shape
+from subquad.planning.text import many
 
 CPU = torch.device("cpu")
 
@@ -14,13 +17,13 @@ CPU = torch.device("cpu")
 def test_short_sequences_are_exact() -> None:
     found = plan(query_length=512, head_dim=64, heads=8, logit_range=0.5)
     assert found.method == Exact()
-    assert found.reason.startswith("Exact(): the quickest at this length, ")
-    assert "the quickest approximation within 0.05, takes" in found.reason
+    assert found.reason.startswith("Exact(): the fastest at this length, ")
+    assert "the fastest approximation within 0.05, takes" in found.reason
     assert " tokens on." in found.reason
 
 
 def test_the_first_approximation_that_wins_is_named() -> None:
-    """Not the one that is quickest here, if another one overtakes exact attention earlier."""
+    """Not the one that is fastest here, if another one overtakes exact attention earlier."""
     shape = dict(head_dim=64, heads=8, is_causal=True, logit_range=0.5)
     found = plan(query_length=512, **shape)
     length = int(re.search(r"wins from about ([\d,]+) tokens on", found.reason)[1].replace(",", ""))
@@ -31,7 +34,7 @@ def test_the_first_approximation_that_wins_is_named() -> None:
 def test_random_features_rest_on_norms_that_a_range_does_not_tell() -> None:
     found = plan(query_length=100_000, head_dim=64, heads=8, is_causal=True, logit_range=0.5)
     assert isinstance(found.method, RandomFeatures)
-    assert "if queries and keys have like norms" in found.reason
+    assert "if queries and keys have similar norms" in found.reason
 
 
 def test_a_short_sample_of_a_long_plan_is_said() -> None:
@@ -44,12 +47,12 @@ def test_a_range_that_is_not_hopeless_asks_for_a_sample() -> None:
     found = plan(query_length=8192, head_dim=16, logit_range=3)
     assert found.method == Exact()
     assert "no approximation can promise 0.05 from the range alone" in found.reason
-    assert found.reason.endswith("a sample may show that less will do.")
+    assert found.reason.endswith("a sample may show that fewer suffice.")
 
 
 def test_exact_attention_costs_more_in_wider_heads_and_never_nothing() -> None:
     def seconds(**shape) -> float:
-        return predicted_seconds(Exact(), **shape)
+        return predicted_seconds(Exact(), Shape.of(**shape))
 
     narrow, wide = (seconds(query_length=2048, head_dim=d) for d in (256, 1024))
     assert wide == pytest.approx(4 * narrow)
@@ -58,8 +61,8 @@ def test_exact_attention_costs_more_in_wider_heads_and_never_nothing() -> None:
 
 def test_few_keys_make_few_pairs(torch_alone) -> None:
     """Blocks of rows are counted with the keys that there are."""
-    short, square = (predicted_seconds(Taylor(2), query_length=10_000, key_length=m, head_dim=16, is_causal=True)
-                     for m in (10, 10_000))  # fmt: skip
+    shapes = (Shape.of(query_length=10_000, key_length=m, head_dim=16, is_causal=True) for m in (10, 10_000))
+    short, square = (predicted_seconds(Taylor(2), shape) for shape in shapes)
     assert short < square / 3
 
 
@@ -72,7 +75,7 @@ def test_flags_are_true_or_false(name) -> None:
 def test_long_sequences_with_small_logits_are_taylor() -> None:
     found = plan(query_length=1_000_000, head_dim=16, logit_range=0.5)
     assert found.method == Taylor(2)
-    assert "x quicker" in found.reason
+    assert "x faster" in found.reason
     assert "with a relative error up to about 0.022, within 0.05." in found.reason
     assert found.choice.seconds == min(c.seconds for c in found.candidates if c.is_acceptable and c.is_chosen_form)
 
@@ -80,7 +83,7 @@ def test_long_sequences_with_small_logits_are_taylor() -> None:
 def test_large_logits_are_exact_and_it_says_why() -> None:
     found = plan(query_length=1_000_000, head_dim=64, logit_range=20)
     assert found.method == Exact()
-    assert found.reason.startswith("Exact(): no feature map can help. With logits up to 20")
+    assert found.reason.startswith("Exact(): no feature map is accurate enough. With logits up to 20")
     assert "degree 71, 10^39 features at width 64, or 10^20 random features" in found.reason
     assert not any(c.is_acceptable for c in found.candidates if c.method != Exact())
 
@@ -95,7 +98,7 @@ def test_extremes_have_a_sentence_too() -> None:
 def test_unknown_logits_are_exact() -> None:
     found = plan(query_length=1_000_000, head_dim=64)
     assert found.method == Exact()
-    assert "give their range or a sample" in found.reason
+    assert "pass `logit_range=` or `sample=`" in found.reason
     assert all(c.error.relative is None for c in found.candidates if c.method != Exact())
 
 
@@ -105,7 +108,7 @@ def test_a_sample_tells_more_than_a_range() -> None:
     k = k * 0.3 + 4
     found = plan(sample=(q * 0.3, k, v), query_length=100_000)
     assert found.method.key_shift is not None
-    assert describe(found.method).endswith("keys centred")
+    assert label_of(found.method).endswith("keys centered")
     assert found.choice.error.known_by == "sample"
     assert found.choice.error.relative * 2 <= 0.05
     methods = {type(c.method) for c in found.candidates}
@@ -116,7 +119,7 @@ def test_a_sample_tells_more_than_a_range() -> None:
         plan(sample=(q / 0, k, v))
     hard = plan(sample=(q * 30, k, v), query_length=100_000)
     assert hard.method == Exact()
-    assert "no approximation keeps 0.05, with a margin of 2, on the sample; the nearest" in hard.reason
+    assert "no approximation stays within 0.05 on the sample, with a safety margin of 2; the closest, " in hard.reason
 
 
 def test_what_is_inferred_from_a_sample_is_measured_before_it_is_taken() -> None:
@@ -128,7 +131,7 @@ def test_what_is_inferred_from_a_sample_is_measured_before_it_is_taken() -> None
         found = plan(sample=(q, k, v), query_length=10**7, max_error=max_error)
         assert found.choice.error.known_by in ("sample", "definition")
         if found.method != Exact():
-            assert measure_error(found.method, q, k, v, rows=600).relative <= max_error
+            assert measure_error(q, k, v, rows=600, method=found.method).relative <= max_error
 
 
 def test_both_forms_are_listed_and_only_the_one_that_runs_is_chosen(torch_alone) -> None:
@@ -138,7 +141,7 @@ def test_both_forms_are_listed_and_only_the_one_that_runs_is_chosen(torch_alone)
         "exact", "dense", "linear"}  # fmt: skip
     assert found.choice.is_chosen_form
     text = str(found).splitlines()
-    assert text[0].split() == ["method", "form", "time", "peak", "memory", "relative", "error", "keeps", "the", "error"]
+    assert text[0].split() == ["method", "form", "time", "peak", "memory", "relative", "error", "within", "budget"]
     assert text[-1] == found.reason
     assert sum(line.endswith("chosen") for line in text) == 1
     assert [c.seconds for c in found.candidates] == sorted(c.seconds for c in found.candidates)
@@ -168,9 +171,8 @@ def test_the_crossover_in_time_is_where_the_predictions_cross() -> None:
     length = crossover("exact", "taylor", by="time", **sizes)
 
     def gain(n: int) -> float:
-        return predicted_seconds(Exact(), query_length=n, **sizes) - predicted_seconds(
-            Taylor(2), query_length=n, **sizes
-        )
+        shape = Shape.of(query_length=n, **sizes)
+        return predicted_seconds(Exact(), shape) - predicted_seconds(Taylor(2), shape)
 
     assert gain(length) > 0 >= gain(length - 1)
     assert gain(4 * length) > 0

@@ -7,9 +7,12 @@ from torch import Tensor
 
 from calls import INF, NAN, attended, normal_inputs, relative, same_bits, with_gradients
 from subquad import Separable, attention, native
-from subquad.native import _fused
+from subquad._engines.features import engine
+from subquad._engines.features.fused import fused_separable
+from subquad._engines.features.separable import SeparableKernel
+from subquad._engines.features.sums import Tokens
 
-pytestmark = pytest.mark.skipif(not native.status().available, reason=f"no kernels: {native.status().reason}")
+pytestmark = pytest.mark.skipif(not native.available(), reason=f"no kernels: {native.status().reason}")
 
 LENGTH = 70
 
@@ -22,7 +25,7 @@ def inputs_of(dtype: torch.dtype = torch.float32, batch: int = 2, std: float = 1
 def left_to_torch(k: Tensor, v: Tensor, keep: Tensor | None = None) -> Tensor:
     """(b, 2, n), of heads k (b, n, d) and v (b, n, e) that two query heads share."""
     q = k[:, None].expand(-1, 2, -1, -1)
-    left = _fused.separable((1.0, 1.0), q, k, v, keep, 0)[1]
+    left = fused_separable(SeparableKernel((1.0, 1.0)), Tokens(q, k, v, keep))[1]
     return torch.zeros(q.shape[:3], dtype=torch.bool) if left is None else left
 
 
@@ -99,7 +102,7 @@ def test_rows_of_both_ways_in_one_call_are_differentiated_twice() -> None:
 
 def test_the_kernels_take_a_causal_call_and_no_other(monkeypatch) -> None:
     taken = []
-    monkeypatch.setattr(_fused, "separable", lambda *x, of=_fused.separable: taken.append(1) or of(*x))
+    monkeypatch.setattr(engine, "fused_separable", lambda *x: taken.append(1) or fused_separable(*x))
     q, k, v = inputs_of()
     for options, expected in (
         ({"is_causal": True}, [1]), ({}, []), ({"is_causal": True, "return_state": True}, []),

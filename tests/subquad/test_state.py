@@ -23,7 +23,12 @@ def test_it_is_a_value(method) -> None:
     assert state.length == 5
     with pytest.raises(dataclasses.FrozenInstanceError):
         state.length = 6
-    assert repr(state) == f"State({method}, length=5, bytes={state.nbytes})"
+    assert repr(state) == f"State({method.label}, length=5, bytes={state.nbytes})"
+
+
+def test_it_is_printed_with_the_short_name_of_its_method() -> None:
+    assert repr(made(Taylor(2))) == "State(Taylor(2), length=5, bytes=1824)"
+    assert repr(made(Taylor(2, key_shift=torch.ones(4)))) == "State(Taylor(2), keys centered, length=5, bytes=1824)"
 
 
 def test_the_size_is_that_of_the_sums_at_any_length() -> None:

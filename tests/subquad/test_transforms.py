@@ -5,7 +5,10 @@ import torch
 
 from reference import METHODS
 from subquad import Exact, RandomFeatures, Separable, Taylor, attention
-from subquad._attention import attend
+from subquad._calls.call import Call
+from subquad._engines import run
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*weights can be negative")
 
 NAMES = [name for name in METHODS if name != "user"]
 KEEP = torch.tensor([[1, 1, 0, 1, 1, 1, 1]]).bool()
@@ -19,10 +22,11 @@ def inputs(n: int = 7) -> tuple[torch.Tensor, ...]:
 
 
 def by(method, form, is_causal, keep=None, segments=None):
-    def run(q, k, v):
-        return attend(q, k, v, None, 0.0, is_causal, None, False, method, keep, segments, None, False, form, 2)[0]
+    def compute(q, k, v):
+        call = Call.of(q, k, v, is_causal=is_causal, key_padding_mask=keep, segment_ids=segments)
+        return run(method, call, form, chunk=2).output
 
-    return run
+    return compute
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -31,34 +35,35 @@ def by(method, form, is_causal, keep=None, segments=None):
 @pytest.mark.parametrize("masked", ["plain", "padded", "packed"])
 def test_first_and_second_derivatives(name, form, is_causal, masked) -> None:
     keep, segments = KEEP if masked == "padded" else None, SEGMENTS if masked == "packed" else None
-    run = by(METHODS[name], form, is_causal, keep, segments)
+    compute = by(METHODS[name], form, is_causal, keep, segments)
     q, k, v = inputs()
-    assert torch.autograd.gradcheck(run, (q, k, v), fast_mode=True)
+    assert torch.autograd.gradcheck(compute, (q, k, v), fast_mode=True)
     if name == "taylor0":  # It does not depend on q and k at all, for which torch's second check is not made.
-        assert torch.autograd.gradgradcheck(lambda v: run(q.detach(), k.detach(), v).square(), (v,), fast_mode=True)
+        assert torch.autograd.gradgradcheck(lambda v: compute(q.detach(), k.detach(), v).square(), (v,), fast_mode=True)
     else:
-        assert torch.autograd.gradgradcheck(run, (q, k, v), fast_mode=True)
+        assert torch.autograd.gradgradcheck(compute, (q, k, v), fast_mode=True)
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("form", ["dense", "chunked"])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_grad_and_vmap(name, form, is_causal) -> None:
-    run = by(METHODS[name], form, is_causal)
+    compute = by(METHODS[name], form, is_causal)
 
     def loss(q, k, v):
-        return run(q, k, v).square().sum()
+        return compute(q, k, v).square().sum()
 
     q, k, v = inputs()
     expected = torch.autograd.grad(loss(q, k, v), (q, k, v), materialize_grads=True)
     for found, wanted in zip(torch.func.grad(loss, (0, 1, 2))(q, k, v), expected, strict=True):
         torch.testing.assert_close(found, wanted)
     many = [torch.stack([x.detach(), x.detach() * 0.5, -x.detach()]) for x in (q, k, v)]
-    torch.testing.assert_close(torch.func.vmap(run)(*many), torch.stack([run(*x) for x in zip(*many, strict=True)]))
+    one_by_one = torch.stack([compute(*x) for x in zip(*many, strict=True)])
+    torch.testing.assert_close(torch.func.vmap(compute)(*many), one_by_one)
     rows = torch.func.vmap(torch.func.grad(loss))(*many)
     torch.testing.assert_close(rows[1], torch.func.grad(loss)(*(x[1] for x in many)))
-    shared = torch.func.vmap(run, in_dims=(0, None, None))(many[0], k, v)  # One set of keys for all.
-    torch.testing.assert_close(shared[1], run(many[0][1], k, v))
+    shared = torch.func.vmap(compute, in_dims=(0, None, None))(many[0], k, v)  # One set of keys for all.
+    torch.testing.assert_close(shared[1], compute(many[0][1], k, v))
 
 
 def test_tables_made_inside_a_transform_serve_outside_it() -> None:
@@ -84,13 +89,13 @@ def test_compiles_as_one_graph(method) -> None:
     q, k, v = (x.detach().requires_grad_() for x in inputs(70))
     torch.compiler.reset()
 
-    def run(q, k, v):
+    def compute(q, k, v):
         head, state = attention(q, k, v, is_causal=True, method=method, return_state=True)
         return head, attention(q[:, :, :1], k[:, :, :1], v[:, :, :1], is_causal=True, method=method, state=state)
 
-    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(compute, fullgraph=True, backend="aot_eager")
     compiled(*(x.detach() for x in inputs(90)))  # Another length, after which the length is a symbol.
-    found, wanted = compiled(q, k, v), run(q, k, v)
+    found, wanted = compiled(q, k, v), compute(q, k, v)
     for a, b in zip(found, wanted, strict=True):
         torch.testing.assert_close(a, b)
     gradients = [torch.autograd.grad(pair[0].sum() + pair[1].sum(), (q, k, v)) for pair in (found, wanted)]
@@ -101,9 +106,10 @@ def test_compiles_as_one_graph(method) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_forward_mode_on_the_dense_form(name) -> None:
     q, k, v = (x.detach() for x in inputs())
-    run = by(METHODS[name], "dense", True, KEEP, SEGMENTS)
+    compute = by(METHODS[name], "dense", True, KEEP, SEGMENTS)
     moves = tuple(torch.ones_like(x) for x in (q, k, v))
-    _, found = torch.func.jvp(run, (q, k, v), moves)
+    _, found = torch.func.jvp(compute, (q, k, v), moves)
     step = 1e-6
-    ahead, behind = (run(*(x + sign * step * m for x, m in zip((q, k, v), moves, strict=True))) for sign in (1, -1))
+    ahead = compute(*(x + step * move for x, move in zip((q, k, v), moves, strict=True)))
+    behind = compute(*(x - step * move for x, move in zip((q, k, v), moves, strict=True)))
     torch.testing.assert_close(found, (ahead - behind) / (2 * step), rtol=1e-5, atol=1e-6)

@@ -1,8 +1,9 @@
 import pytest
 
 import subquad
+from subquad.methods import BUILT_IN
 from subquad_lab import UsageError
-from subquad_lab.methods import parse_method
+from subquad_lab.methods import METHODS, parse_method
 
 
 @pytest.mark.parametrize(
@@ -14,10 +15,20 @@ from subquad_lab.methods import parse_method
         ("random:64", subquad.RandomFeatures(num_features=64)),
         ("linear:elu", subquad.Linear(activation="elu")),
         ("separable", subquad.Separable()),
+        ("multipole:8", subquad.Multipole(top=8)),
     ],
 )
 def test_spec_names_the_method(spec, method):
     assert parse_method(spec) == method
+
+
+def test_every_method_of_the_library_has_its_name():
+    assert list(METHODS.items()) == [(kind.name, kind) for kind in BUILT_IN]
+    for name, kind in METHODS.items():
+        assert parse_method(name) == kind()
+        if kind.argument is not None:
+            default = getattr(kind(), kind.argument)
+            assert parse_method(f"{name}:{default}") == kind()
 
 
 @pytest.mark.parametrize(

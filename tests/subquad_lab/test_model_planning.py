@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 import subquad
-from subquad import _calibration, _plan, native
-from subquad._times import work
+from subquad import native
+from subquad.planning import calibration
+from subquad.planning.seconds import work
 from subquad_lab import model_planning, pretrained
 from subquad_lab.cli import main
 
@@ -33,7 +34,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         width = 2 * shape.head_dim if isinstance(method, subquad.Exact) else 1  # its work is counted in pairs
         return 1e-4 + 1e-10 * width * sum(work(method, form, shape))
 
-    monkeypatch.setattr(_calibration, "measured_seconds", seconds)
+    monkeypatch.setattr(calibration, "measured_seconds", seconds)
     monkeypatch.setenv("SUBQUAD_CACHE", str(tmp_path / "cache"))
 
 
@@ -113,6 +114,7 @@ def test_watching_leaves_the_model_as_it_was(tmp_path, text):
         assert torch.equal(model(tokens).last_hidden_state, expected)
 
 
+@pytest.mark.filterwarnings("ignore:.*weights can be negative")
 def test_errors_are_those_of_the_layer_and_its_heads(tmp_path, text):
     layer = seen(make("llama", tmp_path / "llama", loud=60.0), text, 128)[1]
     found = model_planning.plan_layer(layer, 0.05)
@@ -137,8 +139,8 @@ def test_small_logits_can_be_approximated_and_large_ones_only_by_blocks(kind, tm
     assert "x at 64k." in out
     assert main(["plan", "--model", str(loud), "--text", str(text)]) == 0
     out, _ = capfd.readouterr()
-    assert not native.status().available or out.count("Multipole()") >= 2
-    monkeypatch.setattr(_plan, "AVAILABLE", False)
+    assert not native.available() or out.count("Multipole()") >= 2
+    monkeypatch.setattr(native, "available", lambda: False)
     assert main(["plan", "--model", str(loud), "--text", str(text), "--all"]) == 0
     out, _ = capfd.readouterr()
     assert "0 of 2 layers" in out

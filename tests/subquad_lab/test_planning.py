@@ -5,8 +5,8 @@ import torch
 from safetensors.torch import save_file
 
 import subquad
-from subquad import _calibration
-from subquad._times import work
+from subquad.planning import calibration
+from subquad.planning.seconds import work
 from subquad_lab.cli import main
 from subquad_lab.planning import MOST, competing
 
@@ -26,7 +26,7 @@ def machine(cache, monkeypatch):
         width = 2 * shape.head_dim if isinstance(method, subquad.Exact) else 1  # its work is counted in pairs
         return 1e-4 + 1e-10 * width * sum(work(method, form, shape))
 
-    monkeypatch.setattr(_calibration, "measured_seconds", seconds)
+    monkeypatch.setattr(calibration, "measured_seconds", seconds)
     monkeypatch.setenv("SUBQUAD_CACHE", str(cache))
 
 
@@ -70,7 +70,7 @@ def test_table_on_a_terminal(capfd, monkeypatch):
     out, _ = capfd.readouterr()
     assert "┃" in out
     assert "chosen" in out
-    assert "quicker" in out
+    assert "x faster" in out
 
 
 def test_options_reach_the_plan(monkeypatch, capfd):
@@ -118,15 +118,15 @@ def test_sample_gives_sizes_and_errors(sample, short, tmp_path, capfd):
     assert main(["plan", "--sample", str(file), "--length", "100000"]) == 0
     out, _ = capfd.readouterr()
     assert "on sampled rows" in out
-    assert "quicker" in out
+    assert "x faster" in out
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"key": None}, "expected tensors named query, key and value, or q, k and v; found query, value"),
-        ({"key": torch.zeros(1, 2, 128, 8)}, "key: expected width 16, as the query, got 8"),
-        ({"value": torch.zeros(1, 2, 5, 16)}, "value: expected length 128, as the key, got 5"),
+        ({"key": torch.zeros(1, 2, 128, 8)}, "key: expected width 16, like the query, got 8"),
+        ({"value": torch.zeros(1, 2, 5, 16)}, "value: expected length 128, like the key, got 5"),
         ({"query": torch.zeros(16)}, "query: expected shape (..., heads, length, width), got (16,)"),
         ({"query": torch.zeros(1, 2, 128, 16, dtype=torch.int64)}, "query: expected floating point numbers"),
         ({"value": torch.full((1, 2, 128, 16), torch.nan)}, "value has numbers that are not finite"),
@@ -199,7 +199,7 @@ def test_interrupted_calibration_leaves_nothing(tmp_path, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setenv("SUBQUAD_CACHE", str(tmp_path))
-    monkeypatch.setattr(_calibration, "measured_seconds", interrupted)
+    monkeypatch.setattr(calibration, "measured_seconds", interrupted)
     assert main(SHAPE) == 130
     assert list(tmp_path.iterdir()) == []
 

@@ -11,7 +11,7 @@ import soundfile
 import torch
 
 from small_runs import tone, write_digits
-from subquad._cache import cache_folder
+from subquad.planning.calibration_file import cache_folder
 from subquad_lab import UsageError
 from subquad_lab.data import clips as features
 from subquad_lab.data.sound import log_mel, read_sound

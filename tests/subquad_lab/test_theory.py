@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from subquad import Linear, RandomFeatures, Separable, _forms
+from subquad import Linear, RandomFeatures, Separable
+from subquad._engines.features import forms
 from subquad_lab.cli import main
 from subquad_lab.experiments import language
 from subquad_lab.models import images
@@ -152,10 +153,10 @@ def test_a_claim_that_is_broken_fails(number, module, name, wrong, monkeypatch):
 
 @pytest.mark.parametrize("number", [6, 7, 9])
 def test_a_library_with_quadratic_cost_fails(number, monkeypatch):
-    def quadratic(kernel, q, k, v, keep, before, block):
-        return _forms.dense(kernel, q, k, v, keep, None, False, block), None
+    def quadratic(kernel, tokens, before, block):
+        return forms.dense(kernel, tokens, False, block), None
 
-    monkeypatch.setattr(_forms, "linear", quadratic)
+    monkeypatch.setattr(forms, "linear", quadratic)
     assert CLAIMS[number].check(Setting()).verdict == "fails"
 
 

@@ -1,1 +1,1 @@
-"""Subquad inside other frameworks: one file for each, imported only by those who ask for it."""
+"""Subquad inside other frameworks: one package for each, which is imported only on request."""

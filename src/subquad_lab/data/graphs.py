@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from subquad._cache import cache_folder
+from subquad.planning.calibration_file import cache_folder
 from subquad_lab import UsageError
 from subquad_lab.data.arrays import read_npz
 from subquad_lab.data.pickles import PickledArray, PickledMatrix, named, unpickle

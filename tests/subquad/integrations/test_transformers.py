@@ -1,4 +1,4 @@
-"""Models of transformers compute with `attention`, in every kind of model, mask and cache, what they did or should."""
+"""transformers models with replaced attention: correct for every kind of model, mask and cache."""
 
 import copy
 from importlib.metadata import PackageNotFoundError, version
@@ -13,12 +13,12 @@ from subquad import Exact, Linear, Multipole, RandomFeatures, Taylor
 try:
     version("transformers")
 except PackageNotFoundError:
-    pytest.skip("transformers is not installed: the extra `transformers` brings it", allow_module_level=True)
+    pytest.skip("transformers is not installed; pip install 'subquad[transformers]'", allow_module_level=True)
 
 from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, EncoderDecoderCache
 from transformers.masking_utils import sdpa_mask
 
-from subquad.integrations.transformers import StateLayer, state_cache, use
+from subquad.integrations.transformers import StateLayer, replace_attention, state_cache
 from tiny_models import LENGTH, WORDS, inputs, padding, prompt, real, tiny
 
 METHODS = {"taylor": Taylor(2), "random": RandomFeatures(32, seed=3), "elu": Linear("elu"),
@@ -49,16 +49,17 @@ def logits(model, name, side=None, **options):
 def test_exact_attention_is_the_attention_of_the_model(name, side):
     model = tiny(name)
     own = logits(model, name, side)
-    with use(model, "exact"):
+    with replace_attention(model, "exact"):
         found = logits(model, name, side)
     model.set_attn_implementation("eager")
     eager = logits(model, name, side)
     assert (found - own).abs().max() < 1e-5
-    assert (found - eager)[real(side)].abs().max() < 1e-5  # A padded row sees no key: eager then averages all.
+    # In a padded row, which sees no key, eager averages all values.
+    assert (found - eager)[real(side)].abs().max() < 1e-5
 
 
 def oracle(method):
-    """An attention function for transformers that forms all weights, under a name of its own."""
+    """Register an attention function for transformers that forms all weights, and return its name."""
 
     def attend(layer, query, key, value, mask, scaling=None, is_causal=None, **_):
         n, m = query.shape[2], key.shape[2]
@@ -76,15 +77,15 @@ def oracle(method):
 
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "bart", "whisper"])
-def test_a_linear_method_is_what_all_its_weights_say(name, side):
+def test_a_linear_method_agrees_with_its_weight_matrix(name, side):
     model = tiny(name)
     own = logits(model, name, side)
     model.set_attn_implementation(oracle(Taylor(2)))
     expected = logits(model, name, side)
-    with use(model, Taylor(2)):
+    with replace_attention(model, Taylor(2)):
         found = logits(model, name, side)
     assert (found - expected)[real(side)].abs().max() < 1e-4
-    assert (found - own)[real(side)].abs().max() > 0.1  # or the comparison would say nothing
+    assert (found - own)[real(side)].abs().max() > 0.1  # Otherwise the comparison would be empty.
 
 
 @pytest.mark.parametrize("method", EVERY)
@@ -92,9 +93,9 @@ def test_a_linear_method_is_what_all_its_weights_say(name, side):
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert"])
 def test_a_batch_of_different_lengths_is_its_rows_alone(name, side, method):
     model, given = tiny(name), inputs(name, side)
-    if side == "left":  # Models have to be told where a row begins; `generate` does so.
+    if side == "left":  # Models need the positions of each row; `generate` passes them.
         given["position_ids"] = (padding(side).cumsum(-1) - 1).clamp(min=0)
-    with use(model, EVERY[method]):
+    with replace_attention(model, EVERY[method]):
         together = model(**given).logits
         for row, tokens in enumerate(real(side)):
             alone = model(given["input_ids"][row][tokens][None]).logits
@@ -107,7 +108,7 @@ def test_packed_sequences_do_not_see_each_other(name, method):
     model = tiny(name)
     first, second = torch.arange(3, 8), torch.arange(20, 24)
     positions = torch.cat([torch.arange(5), torch.arange(4)])
-    with use(model, EVERY[method]):
+    with replace_attention(model, EVERY[method]):
         packed = model(torch.cat([first, second])[None], position_ids=positions[None], use_cache=False).logits[0]
         alone = torch.cat([model(part[None]).logits[0] for part in (first, second)])
     assert (packed - alone).abs().max() < 1e-4
@@ -119,7 +120,7 @@ def test_a_mask_made_by_hand_is_read(method):
     model, given = tiny("llama"), inputs("llama", "left")
     keys = padding("left").bool()[:, None, None]
     causal = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril() & keys
-    with use(model, EVERY[method]):
+    with replace_attention(model, EVERY[method]):
         expected = model(**given).logits
         added = torch.where(causal, 0.0, torch.finfo(torch.float32).min)
         for mask in (causal, added):
@@ -133,7 +134,7 @@ def test_a_mask_made_by_hand_is_read(method):
 @pytest.mark.parametrize("method", EVERY)
 def test_half_precision_stays_and_is_close(dtype, method):
     model = tiny("llama")
-    with use(model, EVERY[method]):
+    with replace_attention(model, EVERY[method]):
         wide = logits(model, "llama", "left")
         half = logits(model.to(dtype), "llama", "left")
         assert half.dtype == dtype
@@ -168,7 +169,7 @@ def test_generation_with_a_cache_is_generation_without(name, method, way, side, 
         StateLayer, "attend", lambda *args, **options: states.append(args[0]) or attend(*args, **options)
     )
     model = tiny(name)
-    with use(model, EVERY[method]):
+    with replace_attention(model, EVERY[method]):
         cached = generated(model, name, side, **WAYS[way])
         held = len(states)
         free = generated(model, name, side, use_cache=False, **WAYS[way])
@@ -185,7 +186,7 @@ def test_generation_with_a_cache_is_generation_without(name, method, way, side, 
 def test_generation_with_a_bias_of_positions(way):
     model = tiny("t5")
     own = generated(model, "t5", "left", **WAYS[way])
-    with use(model, "exact"):
+    with replace_attention(model, "exact"):
         for use_cache in (True, False):
             found = generated(model, "t5", "left", use_cache=use_cache, **WAYS[way])
             assert found.sequences.tolist() == own.sequences.tolist()
@@ -195,7 +196,7 @@ def test_generation_with_a_bias_of_positions(way):
 @pytest.mark.parametrize("name", DECODERS)
 def test_generation_after_padding_on_the_left_is_generation_without_padding(name, method):
     model = tiny(name)
-    with use(model, EVERY[method]):
+    with replace_attention(model, EVERY[method]):
         together = generated(model, name, "left", do_sample=False)
         for row, tokens in enumerate(real("left")):
             ids = prompt(name)["input_ids"][row][tokens][None]
@@ -206,12 +207,12 @@ def test_generation_after_padding_on_the_left_is_generation_without_padding(name
 @pytest.mark.parametrize("method", [name for name in METHODS if name != "multipole"])  # which keeps its keys
 def test_states_do_not_grow(method):
     model = tiny("llama")
-    with use(model, METHODS[method]):
+    with replace_attention(model, METHODS[method]):
         sizes = []
         for length in (2, 30):
             cache = state_cache(model)
             model.generate(torch.tensor([[5, 6]]), past_key_values=cache, max_new_tokens=length, min_new_tokens=length)
-            assert cache.get_seq_length() == length + 1  # The last token was never read.
+            assert cache.get_seq_length() == length + 1  # The last token was not read.
             sizes.append([layer.state.nbytes for layer in cache.layers])
     assert sizes[0] == sizes[1]
 
@@ -220,10 +221,10 @@ def test_states_do_not_grow(method):
 @pytest.mark.parametrize("method", EVERY)
 @pytest.mark.parametrize("name", DECODERS)
 def test_a_sequence_in_pieces_is_the_whole(name, method, kind):
-    """With a cache of states, with the cache of keys that the model makes by itself, and with one that comes empty."""
+    """With a cache of states, with the cache of keys that the model creates, and with an empty one passed in."""
     model, given = tiny(name), inputs(name, "left")
     positions = (padding("left").cumsum(-1) - 1).clamp(min=0)
-    with use(model, EVERY[method]):
+    with replace_attention(model, EVERY[method]):
         whole = model(**given, position_ids=positions).logits
         cache = {"states": lambda: state_cache(model), "keys": lambda: None, "given keys": DynamicCache}[kind]()
         pieces = []
@@ -242,7 +243,7 @@ def test_a_sequence_in_pieces_is_the_whole(name, method, kind):
 
 def test_auto_decides_by_the_keys_so_far():
     model = tiny("llama")
-    with use(model, subquad.Auto(max_error=0.5)):
+    with replace_attention(model, subquad.Auto(max_error=0.5)):
         cached, free = (
             generated(model, "llama", "left", do_sample=False, use_cache=use_cache) for use_cache in (True, False)
         )
@@ -254,9 +255,9 @@ def test_auto_decides_by_the_keys_so_far():
 
 
 def started(name="llama", method="taylor"):
-    """A model, and a cache that has read three rows."""
+    """Return a model, and a cache that has read three rows."""
     model = tiny(name)
-    use(model, METHODS[method])
+    replace_attention(model, METHODS[method])
     cache = state_cache(model)
     model(**inputs(name), past_key_values=cache)
     return model, cache
@@ -290,14 +291,14 @@ def test_cross_attention_reads_its_keys_once():
     assert {layer.state.length for layer in cache.self_attention_cache.layers} == {LENGTH + 1}
 
 
-def test_a_cache_that_is_reset_begins_anew():
+def test_a_reset_cache_starts_empty():
     model, cache = started()
     cache.reset()
     assert cache.get_seq_length() == 0
     assert torch.equal(logits(model, "llama", past_key_values=cache), logits(model, "llama"))
 
 
-def test_a_cache_is_copied_to_go_back_to():
+def test_a_copied_cache_can_be_rolled_back_to():
     model, cache = started()
     copied = copy.deepcopy(cache)
     assert all(layer.keys.subquad_layer is layer for layer in copied.layers)
@@ -307,34 +308,34 @@ def test_a_cache_is_copied_to_go_back_to():
     assert model(torch.full((3, 1), WORDS - 1), past_key_values=copied).logits.isfinite().all()
 
 
-def test_cropping_is_refused_by_name():
+def test_cropping_raises_by_name():
     model, cache = started()
-    with pytest.raises(ValueError, match=r"past_key_values\.crop: a state of Taylor cannot forget tokens"):
+    with pytest.raises(ValueError, match=r"past_key_values\.crop: tokens cannot be removed from a state of Taylor"):
         cache.crop(-1)
     cache.crop(0)
     assert not cache.is_croppable
     assert model.config.use_cache
 
 
-def test_a_cache_whose_states_nobody_reads_is_noticed():
+def test_a_cache_whose_states_are_not_read_raises():
     model, cache = started()
     model.set_attn_implementation("sdpa")
     model(torch.full((3, 1), 7), past_key_values=cache)
-    with pytest.raises(RuntimeError, match="did not know of its states"):
+    with pytest.raises(RuntimeError, match="did not update its states"):
         model(torch.full((3, 1), 7), past_key_values=cache)
 
 
-def test_a_cache_of_another_method_is_refused():
+def test_a_cache_of_another_method_raises():
     model, cache = started()
     for method, message in (
         ("exact", "expected a cache of keys, got states"),
         (Taylor(4), "state: expected one made by"),
     ):
-        with use(model, method), pytest.raises(ValueError, match=message):
+        with replace_attention(model, method), pytest.raises(ValueError, match=message):
             model(torch.full((3, 1), 7), past_key_values=copy.deepcopy(cache))
 
 
-def test_two_layers_on_one_state_are_noticed():
+def test_two_layers_that_share_a_state_raise():
     model, cache = started()
     for layer in model.model.layers:
         layer.self_attn.layer_idx = 0

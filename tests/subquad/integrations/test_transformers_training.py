@@ -1,4 +1,4 @@
-"""Models of transformers are trained with any method: gradients, checkpoints of activations, losses that fall."""
+"""Training transformers models with any method: gradients, gradient checkpointing, decreasing losses."""
 
 from importlib.metadata import PackageNotFoundError, version
 
@@ -10,9 +10,9 @@ from subquad import Taylor
 try:
     version("transformers")
 except PackageNotFoundError:
-    pytest.skip("transformers is not installed: the extra `transformers` brings it", allow_module_level=True)
+    pytest.skip("transformers is not installed; pip install 'subquad[transformers]'", allow_module_level=True)
 
-from subquad.integrations.transformers import use
+from subquad.integrations.transformers import replace_attention
 from tiny_models import inputs, padding, real, tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -42,23 +42,23 @@ def assert_same(found, expected):
 def test_gradients_of_exact_attention_are_those_of_the_model(name):
     model = tiny(name).train()
     own = gradients(model, name)
-    with use(model, "exact"):
+    with replace_attention(model, "exact"):
         assert_same(gradients(model, name), own)
 
 
 @pytest.mark.parametrize(("name", "method"), [*((x, "exact") for x in NAMES), *((x, "taylor") for x in LINEAR)])
-def test_checkpoints_of_activations_change_no_gradient(name, method):
+def test_gradient_checkpointing_does_not_change_gradients(name, method):
     model = tiny(name).train()
-    with use(model, method):
+    with replace_attention(model, method):
         plain = gradients(model, name)
         model.gradient_checkpointing_enable()
         assert_same(gradients(model, name), plain)
 
 
 @pytest.mark.parametrize("name", LINEAR)
-def test_a_loss_falls_in_training(name):
+def test_the_loss_decreases_in_training(name):
     model = tiny(name).train()
-    with use(model, Taylor(2)):
+    with replace_attention(model, Taylor(2)):
         optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
         losses = []
         for _ in range(12):
@@ -70,11 +70,11 @@ def test_a_loss_falls_in_training(name):
     assert losses[-1] < 0.9 * losses[0]
 
 
-def test_gradients_of_a_linear_method_are_those_of_differences():
-    """One direction in the space of all parameters, in double precision, which their own losses leave."""
+def test_gradients_of_a_linear_method_agree_with_finite_differences():
+    """Check one direction in the space of all parameters, in double precision, which the models' own losses leave."""
     model = tiny("gpt2").double()
     value = lambda: model(**inputs("gpt2", "left")).logits[real("left")].sin().sum()
-    with use(model, Taylor(2)):
+    with replace_attention(model, Taylor(2)):
         value().backward()
         torch.manual_seed(0)
         direction = {key: torch.randn_like(parameter) for key, parameter in model.named_parameters()}

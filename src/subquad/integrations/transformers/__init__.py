@@ -1,16 +1,16 @@
-"""Models of Hugging Face's transformers with the attention of `subquad.attention`.
+"""Hugging Face transformers models with the methods of `subquad.attention`.
 
-    a layer -> its key and value -> the cache -> attention(query, key, value, mask) -> the layer goes on
+    layer -> key and value -> cache -> attention(query, key, value, mask) -> layer
 
-Such a layer looks up its attention by a name in its config, and so does the code that makes its mask. Four parts stand
-under our name:
+A layer of a transformers model looks up its attention function by a name in its config, and so does the code that
+creates its mask. This package registers its own name, with these parts:
 
-    attend       the attention function: finds the method of its layer, reads the mask, refuses what it cannot give
-    Mask         what the mask function hands over: the rule itself, of which a linear method never makes a matrix
-    StateLayer   a layer of a cache that keeps a State instead of keys, so for linear methods a fixed size
-    use          puts a method into the layers of a model, and takes it out again
+    attend              the attention function: finds the method of the layer and reads the mask
+    Mask                the mask: the rule itself, so that linear methods never form a matrix
+    StateLayer          a cache layer that holds a State instead of keys; of fixed size for linear methods
+    replace_attention   gives the layers of a model another method, and can undo it
 
-Axes: (batch, heads, length, width) as everywhere.
+Axes: (batch, heads, length, width).
 """
 
 try:
@@ -20,11 +20,11 @@ except ImportError as error:
         "subquad.integrations.transformers needs transformers 5 or later: pip install 'subquad[transformers]'"
     ) from error
 
-from subquad.integrations.transformers._attend import attend, register
-from subquad.integrations.transformers._cache import StateLayer, state_cache
-from subquad.integrations.transformers._mask import Mask
-from subquad.integrations.transformers._swap import Swap, Swapped, use
+from subquad.integrations.transformers.attend import attend, register
+from subquad.integrations.transformers.cache import StateLayer, state_cache
+from subquad.integrations.transformers.mask import Mask
+from subquad.integrations.transformers.replace import replace_attention
 
-__all__ = ["Mask", "StateLayer", "Swap", "Swapped", "attend", "register", "state_cache", "use"]
+__all__ = ["Mask", "StateLayer", "attend", "register", "replace_attention", "state_cache"]
 
 register("exact")

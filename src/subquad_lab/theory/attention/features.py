@@ -72,9 +72,7 @@ def maclaurin(setting: Setting) -> Finding:
     powers = torch.tensor(exponents, dtype=torch.float64)
     weights = torch.tensor([monomial_weight(each) for each in exponents], dtype=torch.float64)
     by_hand = (q[:, None] ** powers).prod(-1) * weights @ (k[:, None] ** powers).prod(-1).mT
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        diagonal = Taylor(degree, basis="diagonal")
+    diagonal = Taylor(degree, basis="diagonal")
     of_diagonal = distance(diagonal(q, is_query=True) @ diagonal(k, is_query=False).mT, wanted)
     ones, drawn = torch.ones(width), normal(1000, width, seed=setting.seed)
     shares = drawn.sum(-1) ** 2 / (drawn**2).sum(-1)
@@ -288,7 +286,7 @@ def estimates(q: Tensor, k: Tensor, matrices: Tensor, kind: str) -> Tensor:
     """phi(q).phi(k) by the library's features: (draws, directions)."""
     rows = matrices.shape[1]
     method = RandomFeatures(rows if kind == "positive" else 2 * rows, kind=kind)
-    (a, s), (b, t) = (method.project(x, matrices) for x in (q, k))
+    (a, s), (b, t) = (method.features(x, matrices) for x in (q, k))
     return (a * b).sum(-1) * (s + t).exp()
 
 

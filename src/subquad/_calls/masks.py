@@ -1,0 +1,75 @@
+"""What each mask can express: hiding keys, or a choice for every pair.
+
+A weight phi(q_i).phi(k_j) can lose a key j for all queries at once (padding), for the queries before it (causality) and
+for the queries of other segments (packing), because each of these only decides which sums a query reads. A mask that
+treats every pair (i, j) separately, or adds a number to a logit, has no such form.
+
+Axes: b batch and key heads, n queries, m keys.
+"""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from subquad._calls.layout import Layout
+
+# An attn_mask hides keys from all queries, differs between query heads that share a key head, or treats pairs.
+MaskKind = Literal["keys", "heads", "pairs"]
+
+
+def kind_of(attn_mask: Tensor, layout: Layout) -> MaskKind:
+    """Return what an attn_mask does."""
+    if attn_mask.dtype != torch.bool or (attn_mask.dim() > 1 and attn_mask.shape[-2] != 1):
+        return "pairs"
+    return "heads" if layout.group > 1 and attn_mask.dim() > 2 and attn_mask.shape[-3] > 1 else "keys"
+
+
+def folded_padding(layout: Layout, key_padding_mask: Tensor) -> Tensor:
+    """Return (b, m), True = attend."""
+    if key_padding_mask.dtype != torch.bool:
+        raise ValueError(f"key_padding_mask: expected a boolean tensor, True = attend, got {key_padding_mask.dtype}")
+    return layout.fold_mask("key_padding_mask", key_padding_mask, layout.keys)
+
+
+def folded_key_mask(layout: Layout, attn_mask: Tensor) -> Tensor:
+    """Return (b, m) of an attn_mask that hides keys, (..., heads, 1, m) or (m,)."""
+    by_key = attn_mask.squeeze(-2) if attn_mask.dim() > 1 else attn_mask
+    missing = len(layout.batch) + 2 - by_key.dim()
+    if missing < 0 or attn_mask.shape[-1] not in (1, layout.keys):
+        raise ValueError(f"attn_mask: expected shape (..., 1, {layout.keys}), got {tuple(attn_mask.shape)}")
+    return layout.fold_mask("attn_mask", by_key[(None,) * missing], layout.keys)
+
+
+def unfactored(attn_mask: Tensor, way_out: str) -> ValueError:
+    """Return the error for an attn_mask of pairs, with the alternative that works."""
+    if attn_mask.dtype != torch.bool:
+        return ValueError(
+            f"attn_mask: got {attn_mask.dtype}, a bias added to each logit, which no feature map can factor; "
+            f"expected a boolean mask of shape (..., 1, keys). For a bias, {way_out}."
+        )
+    return ValueError(
+        f"attn_mask: got shape {tuple(attn_mask.shape)}, a choice for each pair of query and key, which no feature "
+        "map can factor; expected a query dimension of 1. Use is_causal for causality, key_padding_mask for "
+        f"padding, segment_ids for packed sequences; for any other mask, {way_out}."
+    )
+
+
+def numbered_segments(layout: Layout, segment_ids: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return (b, n) segments numbered 0, 1, 2, ..., and (b,) the last id.
+
+    A segment is a run of equal ids: the same id after another one begins a new segment. Segment 0 continues that of
+    `before`, the last id of a state, if there is one.
+    """
+    if segment_ids.is_floating_point() or segment_ids.dtype == torch.bool:
+        raise ValueError(f"segment_ids: expected integers, got {segment_ids.dtype}")
+    if layout.queries != layout.keys:
+        raise ValueError(
+            "segment_ids: packed sequences attend to themselves; expected as many queries as keys, "
+            f"got {layout.queries} queries and {layout.keys} keys"
+        )
+    ids = layout.fold_mask("segment_ids", segment_ids, layout.keys)
+    first = ids[:, :1] if before is None else before.reshape(-1, 1).to(ids)
+    changes = torch.diff(torch.cat([first, ids], 1), dim=1) != 0
+    last = torch.cat([first, ids], 1)[:, -1] if layout.keys or before is not None else ids.new_zeros(layout.rows)
+    return changes.cumsum(1), last

@@ -1,0 +1,149 @@
+"""State: what a method remembers of the keys and values so far. A value, never hidden in a module.
+
+    feature methods  sums = sum_j phi(k_j) [v_j, 1], with the normalizer in the last column: a fixed size
+    Exact            the keys and values themselves: grows with the length
+    Multipole        the same, without hidden keys, and the moments of their blocks
+
+A sequence cut anywhere, and resumed from its state, gives the result of the whole.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from subquad._calls.layout import Layout
+from subquad._torch_internals import register_container
+
+
+@dataclass
+class WritePermit:
+    """Write permission for a shared buffer: only the state whose length equals `length` may append in place."""
+
+    length: int
+
+
+@dataclass(frozen=True)
+class State:
+    """What `attention(..., return_state=True)` returns and `attention(..., state=...)` takes.
+
+    Attributes:
+        method: The method that made it, and the only one that it serves.
+        length: The number of keys seen.
+        sums: (..., heads, r, e + 1), float32 or wider.
+        poison: (..., heads), 0, or NaN once a non-finite key or value was seen.
+        log_scale: The sums are to be multiplied by its exp(): (..., heads, 1), or (..., heads, r) for `Separable`.
+        segment: (..., heads), the segment of the last key, where segments are used.
+        keys: (..., heads, length, width), for `Exact` and `Multipole`. Multipole's have room for more keys.
+        values: (..., heads, length, value width), likewise.
+        keep: (..., heads, length), for `Exact`: False where padding hides a key.
+        filled: (..., heads), for `Multipole`: how many keys there are.
+        moments: For `Multipole`, the moments of blocks and groups.
+        permit: For `Multipole`, who may write into the room.
+        value_width: For `Multipole`, whose values have rows padded to whole vectors.
+
+    Example:
+        >>> from subquad import attention
+        >>> q = k = v = torch.ones(2, 1, 5, 4)
+        >>> out, state = attention(q, k, v, is_causal=True, method="taylor", return_state=True)
+        >>> state
+        State(Taylor(2), length=5, bytes=608)
+        >>> out, state = attention(q[:, :, :1], k[:, :, :1], v[:, :, :1], is_causal=True, method="taylor",
+        ...                        state=state, return_state=True)
+        >>> state.length, state[torch.tensor([1, 1, 0])].sums.shape
+        (6, torch.Size([3, 1, 15, 5]))
+    """
+
+    method: object
+    length: int
+    sums: Tensor | None = None
+    poison: Tensor | None = None
+    log_scale: Tensor | None = None
+    segment: Tensor | None = None
+    keys: Tensor | None = None
+    values: Tensor | None = None
+    keep: Tensor | None = None
+    filled: Tensor | None = None
+    moments: tuple[Tensor, ...] = ()
+    permit: WritePermit | None = field(default=None, compare=False)
+    value_width: int | None = None
+
+    def to(self, device: torch.device | str) -> "State":
+        """Return the same state on another device."""
+        return self._map(lambda tensor: tensor.to(device))
+
+    def detach(self) -> "State":
+        """Return the same state without its history: gradients stop here (truncated backpropagation)."""
+        return self._map(Tensor.detach)
+
+    def __getitem__(self, index: Tensor | slice) -> "State":
+        """Select or reorder along the first dimension, such as the batch; beams may repeat an index."""
+        return self._map(lambda tensor: tensor[index])
+
+    @property
+    def nbytes(self) -> int:
+        """The size of its tensors in bytes."""
+        return sum(tensor.nbytes for tensor in self._tensors().values())
+
+    def __repr__(self) -> str:
+        label = getattr(self.method, "label", self.method)
+        return f"State({label}, length={self.length}, bytes={self.nbytes})"
+
+    def _tensors(self) -> dict[str, Tensor]:
+        named = {name: getattr(self, name) for name in _TENSORS}
+        named |= {f"moments.{i}": tensor for i, tensor in enumerate(self.moments)}
+        return {name: tensor for name, tensor in named.items() if tensor is not None}
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> "State":
+        changed = {name: function(tensor) for name, tensor in self._tensors().items()}
+        return _made(self.method, self.length, self.value_width, changed)
+
+
+_TENSORS = ("sums", "poison", "log_scale", "segment", "keys", "values", "keep", "filled")
+
+
+def _made(method: object, length: int, value_width: int | None, tensors: dict[str, Tensor]) -> State:
+    """Return the state with these tensors; it may not write into their room, which others may share."""
+    moments = tuple(tensor for name, tensor in tensors.items() if name.startswith("moments."))
+    named: dict[str, Any] = {name: tensor for name, tensor in tensors.items() if name in _TENSORS}
+    return State(method, length, **named, moments=moments, value_width=value_width)
+
+
+register_container(
+    State,
+    lambda state: (list(state._tensors().values()), (state.method, state.length, state.value_width, *state._tensors())),
+    lambda tensors, context: _made(context[0], context[1], context[2], dict(zip(context[3:], tensors, strict=True))),
+)
+
+
+def check_state(state: State, method: Any, layout: Layout, has_segments: bool, dtype: torch.dtype) -> None:
+    """Raise ValueError unless the state was made with this method, batch, width, dtype and use of segments."""
+    if state.method != method:
+        raise ValueError(f"state: expected one made by {method}, got one made by {state.method}")
+    old, new = getattr(state.method, "matrix", None), getattr(method, "matrix", None)
+    if (
+        old is not new
+        and not torch.compiler.is_compiling()
+        and (old is None or new is None or not torch.equal(old, new))
+    ):
+        raise ValueError("state: expected one made with the same matrix of random projections, got one with another")
+    if state.sums is None and state.keys is None:
+        return  # No key has been seen.
+    if (state.segment is not None) != has_segments:
+        made = "with" if state.segment is not None else "without"
+        raise ValueError(f"state: it was made {made} segment_ids; expected the next call {made} them too")
+    lead = (*layout.batch, layout.key_heads)
+    if state.sums is not None:
+        found, expected = tuple(state.sums.shape), (*lead, method.size(layout.width), layout.value_width + 1)
+        found_dtype, wanted_dtype = state.sums.dtype, torch.promote_types(dtype, torch.float32)
+    else:
+        assert state.keys is not None and state.values is not None
+        value_width = state.values.shape[-1] if state.value_width is None else state.value_width
+        found = (*state.keys.shape[:-2], state.keys.shape[-1], value_width)
+        expected = (*lead, layout.width, layout.value_width)
+        is_wide = state.filled is not None
+        found_dtype, wanted_dtype = state.keys.dtype, torch.promote_types(dtype, torch.float32) if is_wide else dtype
+    if found != expected or found_dtype != wanted_dtype:
+        raise ValueError(f"state: expected {expected} in {wanted_dtype} for these inputs, got {found} in {found_dtype}")

@@ -1,0 +1,43 @@
+"""Engines: how a method is computed. One engine for each family of methods.
+
+    exact        torch's scaled_dot_product_attention
+    features     sums of features, in one of five forms
+    multipole    near keys exactly, blocks of far keys by their moments
+
+A new engine adds its module here and its name to `methods.method.Engine`.
+"""
+
+from typing import Any
+
+from subquad._calls.call import Call
+from subquad._calls.state import check_state
+from subquad._engines import exact
+from subquad._engines.features import engine as features
+from subquad._engines.multipole import engine as multipole
+from subquad._engines.result import Result
+from subquad.methods import Method
+from subquad.methods.method import Engine
+
+__all__ = ["Result", "engine_of", "run"]
+
+
+def engine_of(method: Any) -> Engine:
+    """Return the name of the engine that computes a method; a user's feature map is computed by "features"."""
+    return method.engine if isinstance(method, Method) else "features"
+
+
+def run(method: Any, call: Call, form: Any = None, chunk: int | None = None) -> Result:
+    """Compute a call by a method; tests may choose the form and the chunk."""
+    if call.state is not None:
+        check_state(call.state, method, call.layout, call.segments is not None, call.key.dtype)
+    name = engine_of(method)
+    if name == "exact":
+        return exact.run(method, call)
+    if call.dropout_p != 0:
+        raise ValueError(
+            f"dropout_p: expected 0, got {call.dropout_p}: dropout on the weights has no linear form. "
+            'Use method="exact", or dropout on the output.'
+        )
+    if name == "multipole":
+        return multipole.run(method, call, form)
+    return features.run(method, call, form, chunk)

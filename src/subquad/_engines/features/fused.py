@@ -1,0 +1,119 @@
+"""The fused form: linear or chunked attention in one native kernel, and one token after a state.
+
+Axes: b batch and key heads, g query heads per key head, n queries, m keys, d width, e value width, r features.
+"""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from subquad._engines.features import operators  # noqa: F401  (registers the torch operators)
+from subquad._engines.features.kernel import FeatureKernel, Kernel
+from subquad._engines.features.native_call import Numbers, Operands, Results, execute
+from subquad._engines.features.sums import Sums, Tokens
+from subquad._torch_internals import is_recorded
+from subquad.methods.method import FeatureMethod
+from subquad.native.calls import MAPS, POISONED, address, padded
+
+PLAIN_TYPES = (Tensor, nn.Parameter)
+
+
+def fused(
+    method: FeatureMethod, kernel: FeatureKernel, tokens: Tokens, before: Sums | None, is_causal: bool,
+    want_sums: bool, chunk: int = 0,
+) -> tuple[Tensor, Sums | None]:  # fmt: skip
+    """Return the output (b, g, n, e), and the sums of all keys if wanted.
+
+    Args:
+        method: The method.
+        kernel: Its kernel.
+        tokens: Queries, keys, values and padding.
+        before: The sums of the keys before these.
+        is_causal: Whether a query sees only the keys up to its own position.
+        want_sums: Whether to return the sums.
+        chunk: The largest number of tokens in a chunk; 0: the best.
+    """
+    sums = (None, None, None) if before is None else (before.values.mT, before.poison, before.log_scale)
+    operands = Operands(*tokens[:4], kernel.table, turned(method, kernel.table), *sums)
+    numbers = numbers_of(method, kernel, is_causal, chunk)
+    if not want_sums:
+        output, _, poison = _forward(operands, numbers)
+        return _poisoned(output, poison).to(tokens.q.dtype), None
+    output, _, poison, values, all_poison, log_scale = torch.ops.subquad.forward(*operands, *numbers, True)
+    output = _poisoned(output, _if_any(poison)).to(tokens.q.dtype)
+    return output, Sums(values.mT, all_poison, log_scale if log_scale.numel() else None)
+
+
+def fused_separable(kernel: Kernel, tokens: Tokens, chunk: int = 0) -> tuple[Tensor, Tensor | None]:
+    """Return the causal output (b, g, n, e), and (b, g, n), True in the rows left to torch, if there are any.
+
+    The kernel has no running maximum of exponents, so rows that see too large a key or value are computed by torch.
+    """
+    numbers = Numbers(MAPS["separable"], 0, tokens.q.shape[-1], *kernel.root_scale, True, True, chunk)
+    output, done, poison = _forward(Operands(*tokens[:4]), numbers)
+    return _poisoned(output, poison).to(tokens.q.dtype), None if bool(done.all()) else done == 0
+
+
+def fused_step(method: FeatureMethod, kernel: FeatureKernel, tokens: Tokens, before: Sums) -> tuple[Tensor, Sums]:
+    """Return the output (b, g, 1, e) of one token and the new sums; `before` is not changed."""
+    q, _, v, *_ = tokens
+    sums = before.values.mT.contiguous()  # (b, e + 1, r), as the kernels leave them
+    after, after_poison = torch.empty_like(sums), torch.empty_like(before.poison)
+    after_scale = None if before.log_scale is None else torch.empty_like(before.log_scale)
+    output = sums.new_empty(*q.shape[:3], v.shape[-1])
+    normalizer, poison = sums.new_empty(2, *q.shape[:2]).unbind()
+    operands = Operands(*tokens[:3], None, kernel.table, turned(method, kernel.table), sums, before.poison,
+                        before.log_scale)  # fmt: skip
+    results = Results(*map(address, (after, after_poison, after_scale, output, normalizer, poison)))
+    if execute("step", operands, numbers_of(method, kernel, True), results) == POISONED:
+        output += poison[..., None, None]
+    return output.to(q.dtype), Sums(after.mT, after_poison, after_scale)
+
+
+def numbers_of(method: FeatureMethod, kernel: FeatureKernel, is_causal: bool, chunk: int = 0) -> Numbers:
+    """Return a call's numbers; a user's features come with their log-scale in the last column of the keys."""
+    name = "logged" if method.is_learned and kernel.has_log_scale else method.native_map
+    assert name is not None
+    return Numbers(MAPS[name], method.degree, kernel.size, *kernel.root_scale, is_causal, kernel.is_normalized, chunk)
+
+
+def turned(method: FeatureMethod, table: Tensor | None) -> Tensor | None:
+    """Return (d, rows) of the projections (rows, d), each row padded to whole vectors; None for other maps."""
+    if table is None or method.is_weighted:
+        return None
+    return F.pad(table.mT, (0, padded(table.shape[0]) - table.shape[0])).contiguous()
+
+
+def _forward(operands: Operands, numbers: Numbers) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return output, normalizer and poison, None if there is none.
+
+    Calls the kernel without the torch operator, which takes a third of a short call's time, where neither autograd nor
+    a compiler or dispatch mode takes part.
+    """
+    q = operands.q
+    learns = torch.is_grad_enabled()
+    is_plain = all(type(x) in PLAIN_TYPES and not (learns and x.requires_grad) for x in operands[:3])
+    if not is_plain or torch.compiler.is_compiling() or is_recorded():
+        output, normalizer, poison = torch.ops.subquad.forward(*operands, *numbers, False)
+        return output, normalizer, _if_any(poison)
+    b, g, n, _ = q.shape
+    dtype = q.dtype if q.dtype == torch.float64 else torch.float32
+    output = torch.empty((b, g, n, operands.v.shape[2]), dtype=dtype, device=q.device)
+    rows = torch.empty((2, b, g, n), dtype=dtype, device=q.device)  # normalizer and poison
+    start = rows.data_ptr()
+    results = Results(0, 0, 0, output.data_ptr(), start, start + rows.stride(0) * dtype.itemsize)
+    code = execute("forward", operands, numbers, results)
+    return output, rows[0], rows[1] if code == POISONED else None
+
+
+def _if_any(poison: Tensor) -> Tensor | None:
+    """Return the poison, None if all is 0. A recorded call is recorded for other numbers too."""
+    is_needed = torch.compiler.is_compiling() or is_recorded() or bool(poison.sum() != 0)
+    return poison if is_needed else None
+
+
+def _poisoned(output: Tensor, poison: Tensor | None) -> Tensor:
+    if poison is None:
+        return output
+    poison = poison[..., None]
+    return torch.where(poison == 0, output, output + poison)  # The other rows keep their bits.

@@ -1,0 +1,94 @@
+"""The kernels as operators of torch, with derivatives, and with shapes for torch.compile.
+
+    forward(q, k, v, ...)            -> output, normalizer, poison; and the sums of all keys, if wanted
+    backward(grad, output, ...)      -> the gradients of q, k and v
+
+Axes: q (b, g, n, d), k (b, m, d), v (b, m, e). Sums are (b, e + 1, r) here: features are contiguous. The output is
+finite; its poison, 0 or NaN, is to be added to it.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from subquad._engines.features.double_backward import twin_gradients
+from subquad._engines.features.native_call import Numbers, Operands, Results, execute
+from subquad._torch_internals import is_batched
+from subquad.native.calls import MAPS, strided
+
+ARGUMENTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? keep, Tensor? table, Tensor? turned, Tensor? before, Tensor? before_poison, "
+    "Tensor? before_scale, int map, int degree, int features, float query_scale, float key_scale, bool is_causal, "
+    "bool is_normalized, int chunk"
+)
+OPERANDS = len(Operands._fields)
+LOG_SCALED = {MAPS[name] for name in ("positive", "hyperbolic", "logged")}  # maps whose keys have a log-scale
+torch.library.define("subquad::forward", f"({ARGUMENTS}, bool want_sums) -> Tensor[]")
+torch.library.define("subquad::backward", f"(Tensor grad, Tensor output, Tensor normalizer, {ARGUMENTS}) -> Tensor[]")
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def forward(*arguments: Any) -> list[Tensor]:
+    """Compute what `forward_shapes` describes."""
+    made = forward_shapes(*arguments)
+    output, normalizer, poison, *after = (x.data_ptr() if x.numel() else 0 for x in made)
+    after = after or [0, 0, 0]
+    operands, numbers = Operands(*arguments[:OPERANDS]), Numbers(*arguments[OPERANDS:-1])
+    results = Results(after[0], after[1], after[2], output, normalizer, poison)
+    execute("forward", operands, numbers, results)
+    return made
+
+
+def forward_shapes(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> list[Tensor]:
+    """Return empty results of the right shapes and dtypes."""
+    native_map, _, features, *_, want_sums = others[OPERANDS - 3 :]
+    b, g, n, e = *q.shape[:3], v.shape[2]
+    shapes: list[tuple[int, ...]] = [(b, g, n, e), (b, g, n), (b, g, n)]
+    if want_sums:
+        shapes += [(b, e + 1, features), (b,), (b, 1 if native_map in LOG_SCALED else 0)]
+    dtype = wide(q.dtype)
+    return [q.new_empty(shape, dtype=dtype) for shape in shapes]
+
+
+def backward(grad: Tensor, output: Tensor, normalizer: Tensor, *arguments: Any) -> list[Tensor]:
+    """Compute what `backward_shapes` describes."""
+    made = backward_shapes(grad, output, normalizer, *arguments)
+    operands, numbers = Operands(*arguments[:OPERANDS]), Numbers(*arguments[OPERANDS:])
+    results = Results(output=output.data_ptr(), normalizer=normalizer.data_ptr())
+    gradients = (*strided(grad), *(x.data_ptr() for x in made))
+    execute("backward", operands, numbers, results, gradients)
+    return made
+
+
+def backward_shapes(grad: Tensor, output: Tensor, normalizer: Tensor, *arguments: Any) -> list[Tensor]:
+    """Return empty gradients of q, k and v."""
+    return [x.new_empty(x.shape, dtype=wide(x.dtype)) for x in arguments[:3]]
+
+
+def save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    ctx.save_for_backward(*inputs[:OPERANDS], *output[:2])
+    ctx.numbers = inputs[OPERANDS:-1]
+
+
+def differentiate(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
+    """Differentiate the output: the other results are not used further, and calls with sums have no derivative."""
+    *operands, output, normalizer = ctx.saved_tensors
+    nothing = (None,) * (OPERANDS - 3 + len(Numbers._fields) + 1)
+    if grads[0] is None:
+        return None, None, None, *nothing
+    if torch.is_grad_enabled() or is_batched(grads[0]):  # a second derivative, or many gradients at once
+        with torch.enable_grad():
+            return *twin_gradients(grads[0], Operands(*operands), Numbers(*ctx.numbers)), *nothing
+    found = torch.ops.subquad.backward(grads[0], output, normalizer, *operands, *ctx.numbers)
+    return *(x.to(to.dtype) for x, to in zip(found, operands, strict=False)), *nothing
+
+
+torch.library.impl("subquad::forward", "CPU", forward)
+torch.library.impl("subquad::backward", "CPU", backward)
+torch.library.register_fake("subquad::forward", forward_shapes)
+torch.library.register_fake("subquad::backward", backward_shapes)
+torch.library.register_autograd("subquad::forward", differentiate, setup_context=save)

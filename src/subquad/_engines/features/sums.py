@@ -1,0 +1,138 @@
+"""Keys added up: the records that the forms pass around, and the algebra of sums.
+
+    out_i = sum_j w_ij v_j / sum_j w_ij,    w_ij = phi(q_i).phi(k_j) exp(c_j),    over the keys j that row i may see
+
+The values carry a column of ones, so that every product brings its normalizer along. c_j is a log-scale per key, kept
+out of the features lest they overflow; each row subtracts the largest c that it sees, never one that it does not see,
+so that nothing of the future enters the past, not even by rounding.
+
+Axes: b batch and key heads, g query heads per key head, n queries, m keys, d width, e value width, r features,
+s chunks.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from subquad._calls.view import View
+from subquad._engines.finite import NEVER
+
+
+class Tokens(NamedTuple):
+    """The inputs of a form, or a part of them."""
+
+    q: Tensor  # (b, g, n, d)
+    k: Tensor  # (b, m, d)
+    v: Tensor  # (b, m, e)
+    keep: Tensor | None = None  # (b, m), True = may be seen
+    segments: Tensor | None = None  # (b, m)
+
+
+class Keys(NamedTuple):
+    """A block of keys, ready for use: wide, scaled, finite, and 0 where a key is hidden."""
+
+    keys: Tensor  # (b, m, d)
+    values: Tensor  # (b, m, e + 1)
+    poison: Tensor  # (b, m)
+    keep: Tensor | None  # (b, m), True = may be seen
+    segments: Tensor | None  # (b, m)
+    features: Tensor | None = None  # (b, m, r), where they are needed
+    log_scales: Tensor | None = None  # (b, m), -inf where a key is hidden
+
+
+class Queries(NamedTuple):
+    """A block of queries, ready for use."""
+
+    queries: Tensor  # (b, g, n, d)
+    poison: Tensor  # (b, g, n)
+
+
+class Sums(NamedTuple):
+    """Keys added up: sum_j phi(k_j) exp(c_j - log_scale) [v_j, 1], and the segment that they belong to."""
+
+    values: Tensor  # (b, r, e + 1)
+    poison: Tensor  # (b,): 0, or NaN once a key or value was not finite
+    log_scale: Tensor | None = None  # (b, 1), or (b, r) where each feature has its own
+    segment: Tensor | None = None  # (b,)
+
+
+EMPTY = (0.0, 0.0, NEVER, -1)  # the values, poison, log-scale and segment of no keys
+
+Around = Sequence[tuple[Sums, Tensor | None]]  # sums beside a block, each with the rows (b, n) that may read them
+
+
+def merge(before: Sums, after: Sums) -> Sums:
+    """Return the sums of both; nothing of `before` remains if a new segment has begun since."""
+    old, old_poison, old_scale = before.values, before.poison, before.log_scale
+    if before.segment is not None and after.segment is not None:
+        same = (before.segment == after.segment)[:, None]
+        old, old_poison = torch.where(same[..., None], old, 0.0), torch.where(same[:, 0], old_poison, 0.0)
+        old_scale = None if old_scale is None else torch.where(same, old_scale, NEVER)
+    poison = old_poison + after.poison
+    if old_scale is None or after.log_scale is None:
+        return Sums(old + after.values, poison, None, after.segment)
+    scale = torch.maximum(old_scale, after.log_scale)
+    level = finite(scale)
+    new = after.values * (after.log_scale - level).exp()[..., None]
+    return Sums(torch.addcmul(new, old, (old_scale - level).exp()[..., None]), poison, scale, after.segment)
+
+
+def joined(before: Sums | None, own: Sums) -> Sums:
+    """Return the sums of both, if there are any before."""
+    return own if before is None else merge(before, own)
+
+
+def merged_in_turn(before: Sums, chunks: Sums) -> list[Sums]:
+    """Return `before`, then `before` merged with one chunk (b, s, ...) after another; small tensors all at once."""
+    count, segments = chunks.poison.shape[1], chunks.segment
+    continues: Sequence[Tensor | None] = [None] * count
+    if segments is not None and before.segment is not None:
+        continues = (torch.cat([before.segment[:, None], segments[:, :-1]], 1) == segments).unbind(1)
+
+    def kept(old: Tensor, fill: float, i: int) -> Tensor:
+        same = continues[i]
+        return old if same is None else torch.where(same.reshape(-1, *(1,) * (old.dim() - 1)), old, fill)
+
+    new, fading = chunks.values.unbind(1), None
+    scales: list[Tensor | None] = [None] * (count + 1)
+    if before.log_scale is not None and chunks.log_scale is not None:
+        olds, tops = [], [before.log_scale]
+        for i, own in enumerate(chunks.log_scale.unbind(1)):
+            olds.append(kept(tops[-1], NEVER, i))
+            tops.append(torch.maximum(olds[-1], own))
+        level = finite(torch.stack(tops[1:], 1))
+        new = (chunks.values * (chunks.log_scale - level).exp()[..., None]).unbind(1)
+        fading = (torch.stack(olds, 1) - level).exp()[..., None].unbind(1)
+        scales = [*tops]
+    found = [before]
+    for i, poison in enumerate(chunks.poison.unbind(1)):
+        old = kept(found[-1].values, 0.0, i)
+        values = new[i] + old if fading is None else torch.addcmul(new[i], old, fading[i])
+        segment = None if segments is None else segments[:, i]
+        found.append(Sums(values, poison + kept(found[-1].poison, 0.0, i), scales[i + 1], segment))
+    return found
+
+
+def finite(log_scale: Tensor) -> Tensor:
+    """Return 0 for -inf, the log-scale of no keys, so that no difference to it is inf - inf."""
+    return torch.where(log_scale == NEVER, 0.0, log_scale)
+
+
+def highest(own: Tensor, around: Around) -> Tensor:
+    """Return (b, n, 1 or r): the largest log-scale that each row sees, its own or one of the sums around."""
+    for sums, may_read in around:
+        assert sums.log_scale is not None
+        level = sums.log_scale[:, None]  # (b, 1, 1 or r)
+        own = torch.maximum(own, level if may_read is None else torch.where(may_read[..., None], level, NEVER))
+    return finite(own)
+
+
+def row_poison(queries: Queries, keys: Keys, view: View, around: Around) -> Tensor:
+    """Return (b, g, n): NaN in the rows that are not finite themselves, or see a key or sums that were not."""
+    poison = view.poison(keys.poison, queries.poison.shape[-1])
+    for sums, may_read in around:
+        theirs = sums.poison[:, None]
+        poison = poison + (theirs if may_read is None else torch.where(may_read, theirs, 0.0))
+    return queries.poison + poison[:, None]

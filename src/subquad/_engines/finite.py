@@ -1,0 +1,31 @@
+"""Wide and finite numbers: what every engine computes with.
+
+Features, sums and normalizers are never in half precision. A number that is not finite is replaced by 0 and remembered
+as poison, 0 or NaN, which is added to the rows that may see it: 0 * NaN would reach the other rows too.
+"""
+
+import torch
+from torch import Tensor
+
+NEVER = float("-inf")  # the logarithm of no weight
+
+
+def widen(x: Tensor) -> Tensor:
+    """Return x in float32, or float64 if it is wider."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def poison_of(x: Tensor) -> Tensor:
+    """Return NaN for each row (..., d) of x that is not finite, else 0."""
+    return (x.detach() * 0).sum(-1)
+
+
+def cleaned(x: Tensor) -> Tensor:
+    """Return x with 0 instead of NaN and infinities."""
+    return torch.nan_to_num(x, nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def inverse(normalizer: Tensor) -> Tensor:
+    """Return 1 / normalizer; 0, with gradient 0, where it is exactly 0, as in a row without keys."""
+    empty = normalizer == 0
+    return torch.where(empty, 0.0, torch.where(empty, 1.0, normalizer).reciprocal())

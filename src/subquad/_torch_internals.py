@@ -1,0 +1,81 @@
+"""Every private API of torch that the library uses, named once.
+
+Private names can disappear in any release of torch. They are looked up here, on import, so that a missing one gives one
+clear message; `tests/subquad/test_torch_internals.py` has a canary for each.
+"""
+
+from collections.abc import Callable
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+
+TESTED_VERSIONS = "2.10 to 2.13"
+
+
+def find_internal(name: str) -> Any:
+    """Return the attribute of torch with this dotted name, or explain which versions have it."""
+    try:
+        return reduce(getattr, name.split("."), torch)
+    except AttributeError:
+        raise ImportError(
+            f"subquad uses torch.{name}, which torch {torch.__version__} does not have; subquad was tested with torch "
+            f"{TESTED_VERSIONS}: install one of these versions, or a newer subquad"
+        ) from None
+
+
+_transforms_active = find_internal("_C._are_functorch_transforms_active")
+_interpreter_stack = find_internal("_C._functorch.get_interpreter_stack")
+_vmap = find_internal("_C._functorch.TransformType.Vmap")
+_is_batched = find_internal("_C._functorch.is_batchedtensor")
+_is_legacy_batched = find_internal("_C._functorch.is_legacy_batchedtensor")
+_tracing_state = find_internal("_C._get_tracing_state")
+_dispatch_modes = find_internal("_C._len_torch_dispatch_stack")
+_forward_ad = find_internal("autograd.forward_ad")
+_register_pytree_node = find_internal("utils._pytree.register_pytree_node")
+find_internal("autograd.forward_ad._current_level")  # read at call time below
+
+
+def in_transform() -> bool:
+    """Return whether a transform of torch.func (grad, vmap, jvp, ...) is active."""
+    return bool(_transforms_active())
+
+
+def in_vmap() -> bool:
+    """Return whether `torch.func.vmap` is one of the active transforms."""
+    return in_transform() and any(level.key() == _vmap for level in _interpreter_stack() or [])
+
+
+def is_transformed(*tensors: Tensor) -> bool:
+    """Return whether torch.func is active, or one of the tensors carries a forward-mode tangent."""
+    if _transforms_active():
+        return True
+    if torch.compiler.is_compiling() or _forward_ad._current_level < 0:
+        return False
+    return any(_forward_ad.unpack_dual(x).tangent is not None for x in tensors)
+
+
+def is_recorded() -> bool:
+    """Return whether `torch.jit.trace` or a dispatch mode records the operations of this call."""
+    return _dispatch_modes() > 0 or _tracing_state() is not None
+
+
+def is_batched(tensor: Tensor) -> bool:
+    """Return whether a gradient stands for many gradients, in either of torch's two ways."""
+    return bool(_is_batched(tensor) or _is_legacy_batched(tensor))
+
+
+def mark_constant(function: Callable[..., Any], name: str) -> None:
+    """Let torch.compile take the function's result for a constant of the graph.
+
+    This is what `torch.compiler.assume_constant_result` does, which would import the whole compiler. The compiler names
+    constants by the function's code object, so two functions must not share a name.
+    """
+    function.__code__ = function.__code__.replace(co_name=name)
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def register_container(kind: type, flatten: Callable[[Any], Any], unflatten: Callable[[Any, Any], Any]) -> None:
+    """Make a class a container of tensors, so that functions under torch.func can take and return it."""
+    _register_pytree_node(kind, flatten, unflatten, serialized_type_name=f"subquad.{kind.__name__}")

@@ -1,0 +1,187 @@
+"""Attention, exact or in sub-quadratic time, behind the signature of torch's own function.
+
+    out_i = sum_j w_ij v_j / sum_j w_ij    over the keys j that query i may see,   x_ij = q_i.k_j * scale
+
+    Exact            w = exp(x)                        cost ~ n m d
+    Taylor           w = 1 + x + ... + x^p/p!          cost ~ (n + m) r e, with r features
+    RandomFeatures   w ~ exp(x), from r projections
+    Linear           w = x, or products of elu + 1, or of relu
+    Separable        w = softmax of q over the width, times softmax of k over the length
+    Multipole        w = exp(x) for near and important keys, the moments of blocks for all others
+    Auto             the cheapest within an error budget
+
+Axes: (..., heads, length, width). n queries, m keys, d width, e value width, r features.
+"""
+
+import warnings
+from typing import Literal, TypeAlias, cast, overload
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from subquad._calls.call import Call, check_tensors
+from subquad._calls.state import State
+from subquad._engines import engine_of, run
+from subquad._engines.finite import widen
+from subquad.methods import AnyMethod, Exact, Method, feature_method
+from subquad.methods import resolve as resolve_named
+from subquad.planning.auto import Auto
+
+MethodLike: TypeAlias = AnyMethod | Auto | str
+
+
+def resolve(method: MethodLike) -> AnyMethod | Auto:
+    """Return the method with this name, or the method itself."""
+    if isinstance(method, Auto):
+        return method
+    return Auto() if isinstance(method, str) and method == "auto" else resolve_named(method, ("auto",))
+
+
+def warn_about(method: AnyMethod | Auto, stacklevel: int) -> None:
+    """Warn if outputs of the method can be far from those of softmax attention for any input."""
+    text = method.warning if isinstance(method, Method) else None
+    if text is not None and not torch.compiler.is_compiling():
+        warnings.warn(text, stacklevel=stacklevel + 1)
+
+
+@overload
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False, *, method: MethodLike = ...,
+    key_padding_mask: Tensor | None = None, segment_ids: Tensor | None = None, state: State | None = None,
+    return_state: Literal[False] = False,
+) -> Tensor: ...  # fmt: skip
+
+
+@overload
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False, *, method: MethodLike = ...,
+    key_padding_mask: Tensor | None = None, segment_ids: Tensor | None = None, state: State | None = None,
+    return_state: Literal[True],
+) -> tuple[Tensor, State]: ...  # fmt: skip
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    method: MethodLike = Exact(),  # noqa: B008  (a frozen value)
+    key_padding_mask: Tensor | None = None,
+    segment_ids: Tensor | None = None,
+    state: State | None = None,
+    return_state: bool = False,
+) -> Tensor | tuple[Tensor, State]:
+    """Compute attention by `method`; the first eight arguments are those of torch's `scaled_dot_product_attention`.
+
+    Args:
+        query: (..., heads, n, d), with any batch dimensions.
+        key: (..., key heads, m, d).
+        value: (..., key heads, m, e).
+        attn_mask: True = attend. Approximations take a boolean mask with a query dimension of 1; `Exact` takes any.
+        dropout_p: Dropout on the weights; `Exact` only.
+        is_causal: Query i sees keys 0..i; with a `state`, the new queries are aligned to the end of the new keys.
+        scale: Factor of the logits, 1/sqrt(d) by default. Maps that are not functions of the logit see q and k times
+            its square root.
+        enable_gqa: Let several query heads share a key head, as in torch.
+        method: A method, an object with the `FeatureMap` protocol, or "exact", "taylor", "random", "linear",
+            "separable", "multipole" or "auto".
+        key_padding_mask: (..., m) or (..., key heads, m), True = attend.
+        segment_ids: (..., n), integers, with n = m, for packed sequences: tokens see only their own segment, a run of
+            equal ids.
+        state: What an earlier call returned; its keys precede these.
+        return_state: Also return the new state.
+
+    Returns:
+        (..., heads, n, e) in the dtype of the query, or of autocast; a row that sees no key is 0. With `return_state`,
+        a pair of that and the new state.
+
+    Raises:
+        ValueError: An argument does not fit the others, or the method does not support it.
+        TypeError: An argument has the wrong type.
+
+    Example:
+        >>> from subquad import Taylor
+        >>> q, k, v = torch.randn(3, 2, 8, 1000, 16).unbind()
+        >>> attention(q, k, v, is_causal=True, method=Taylor(2)).shape
+        torch.Size([2, 8, 1000, 16])
+        >>> head, state = attention(
+        ...     q[:, :, :900], k[:, :, :900], v[:, :, :900], is_causal=True, method="taylor", return_state=True
+        ... )
+        >>> tail = attention(q[:, :, 900:], k[:, :, 900:], v[:, :, 900:], is_causal=True, method="taylor", state=state)
+        >>> whole = attention(q, k, v, is_causal=True, method="taylor")
+        >>> torch.allclose(torch.cat([head, tail], -2), whole, atol=1e-5)
+        True
+    """
+    method = resolve(method)
+    if isinstance(method, Auto):
+        if state is not None or return_state:
+            raise ValueError("state: Auto decides by the whole sequence; name a method to compute it in pieces")
+        method = method.choose(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, key_padding_mask=key_padding_mask,
+            segment_ids=segment_ids,
+        ).method  # fmt: skip
+    else:
+        warn_about(method, stacklevel=2)
+    has_masks = key_padding_mask is not None or segment_ids is not None or (attn_mask is not None and is_causal)
+    if engine_of(method) == "exact" and state is None and not return_state and not has_masks:
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    call = Call.of(
+        query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale,
+        enable_gqa=enable_gqa, key_padding_mask=key_padding_mask, segment_ids=segment_ids, state=state,
+        return_state=return_state,
+    )  # fmt: skip
+    output, new_state, _ = run(method, call)
+    return (output, cast(State, new_state)) if return_state else output
+
+
+def normalizer(
+    query: Tensor, key: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False, scale: float | None = None,
+    enable_gqa: bool = False, *, method: MethodLike, key_padding_mask: Tensor | None = None,
+    segment_ids: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Return the sum of each row's weights, up to a positive factor per row.
+
+    Where it is not positive, the output of that row is not an average. Counts such rows after a run, at the cost of
+    another call.
+
+    Args:
+        query: (..., heads, n, d).
+        key: (..., key heads, m, d).
+        attn_mask: As for `attention`.
+        is_causal: As for `attention`.
+        scale: As for `attention`.
+        enable_gqa: As for `attention`.
+        method: A feature map whose weights are divided by their sum.
+        key_padding_mask: As for `attention`.
+        segment_ids: As for `attention`.
+
+    Returns:
+        (..., heads, n).
+
+    Example:
+        >>> from subquad import Taylor
+        >>> q, k = torch.randn(2, 1, 4, 100, 8, generator=torch.Generator().manual_seed(0)).mul(2).unbind()
+        >>> int((normalizer(q, k, method=Taylor(2)) <= 0).sum())
+        0
+    """
+    found = resolve(method)
+    is_map = not isinstance(found, Auto) and engine_of(found) == "features"
+    if not is_map or feature_method(found).normalizer == "feature":
+        raise ValueError(f"method: expected a feature map, whose weights are divided by their sum, got {found}")
+    check_tensors(query=query, key=key)
+    query, key = widen(query), widen(key)
+    call = Call.of(
+        query, key, key.new_ones(*key.shape[:-1], 1), attn_mask=attn_mask, is_causal=is_causal, scale=scale,
+        enable_gqa=enable_gqa, key_padding_mask=key_padding_mask, segment_ids=segment_ids, is_normalized=False,
+    )  # fmt: skip
+    return run(found, call).output.squeeze(-1)

@@ -1,0 +1,149 @@
+"""A cache whose layers hold a `State` instead of keys; its size is fixed for linear methods.
+
+A cache returns the keys that a layer attends to. A StateLayer returns only the new keys, marked with a reference to
+itself, by which the attention function finds the state that precedes them.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, EncoderDecoderCache
+
+from subquad._calls.state import State
+from subquad.integrations.transformers.layers import keeps_state, layers_of, method_of
+from subquad.nn.binding import quiet_attention
+
+
+class StateLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no types of its own
+    """A cache layer that holds the `State` of its method instead of the keys.
+
+    It also serves cross-attention, where all queries read the state of the same keys.
+
+    Attributes:
+        state: The state after the keys so far; None before the first ones.
+    """
+
+    is_sliding = False
+    supports_early_init = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state: State | None = None
+        self._unread = False  # whether `update` returned keys that the state does not contain yet
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Return only the new keys, marked, and the new values."""
+        if self._unread:
+            raise RuntimeError(
+                "past_key_values: the last attention function that used this cache did not update its states. If the "
+                "model changes its keys after storing them, pass use_cache=False. If its attention is no longer that "
+                "of subquad, or the last call raised an error, pass a new cache."
+            )
+        self._unread = True
+        return self._marked(key_states), value_states
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        """Compute attention to all keys so far and the new ones, if any; arguments as for `attention`."""
+        output: Tensor
+        if not key.shape[-2]:
+            output = quiet_attention(query, key, value, state=self.state, **options)
+            return output
+        if not self._unread:
+            raise RuntimeError("past_key_values: two layers share one state; pass layers=[...] without the second one")
+        output, self.state = quiet_attention(query, key, value, state=self.state, return_state=True, **options)
+        self._unread = False
+        # Models read these attributes in cross-attention after the first call: no key is new.
+        keys, self.values = (x.new_empty(*x.shape[:2], 0, x.shape[3]) for x in (key, value))
+        self.keys = self._marked(keys)
+        return output
+
+    def _marked(self, keys: Tensor) -> Tensor:
+        keys = keys.view_as(keys)  # A new tensor object, which can carry the attribute.
+        keys.subquad_layer = self  # type: ignore[attr-defined]
+        return keys
+
+    def get_seq_length(self) -> int:
+        return 0 if self.state is None else self.state.length
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Do nothing: the first keys create the state."""
+
+    def reset(self) -> None:
+        self.__init__()  # type: ignore[misc]
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Raise ValueError: tokens cannot be removed from a sum."""
+        if tokens_to_remove and self.state is not None:
+            method = type(self.state.method).__name__
+            raise ValueError(
+                f"past_key_values.crop: tokens cannot be removed from a state of {method}; keep a copy.deepcopy of the "
+                'cache to roll back to, or use method="exact" for assisted or speculative decoding'
+            )
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.keys is not None:
+            self.batch_select_indices(torch.arange(len(self.keys)).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        if self.state is not None and self.keys is not None and self.values is not None:
+            self.state = self.state[indices]
+            self.keys, self.values = self._marked(self.keys[indices]), self.values[indices]
+
+
+def state_cache(model: PreTrainedModel) -> Cache:
+    """Return an empty cache for `past_key_values=`, with states in the layers whose method has one, else with keys.
+
+    It is meant for a generation loop of your own: after `replace_attention`, `generate` creates such a cache itself.
+
+    Args:
+        model: A transformers model whose layers have methods.
+
+    Returns:
+        A `DynamicCache`, or an `EncoderDecoderCache` of two.
+
+    Example:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=10)).eval()
+        >>> from subquad.integrations.transformers import replace_attention
+        >>> report, cache = replace_attention(model, "taylor"), state_cache(model)
+        >>> logits = [model(torch.tensor([[token]]), past_key_values=cache).logits for token in (1, 2, 3)]
+        >>> cache.layers[0].state
+        State(Taylor(2), length=3, bytes=608)
+    """
+    config = model.config.get_text_config(decoder=True)
+    cache = DynamicCache(config=config)
+    if model.config.is_encoder_decoder:
+        cache = EncoderDecoderCache(cache, DynamicCache(config=config))
+    hold_states(model, cache)
+    return cache
+
+
+def hold_states(model: nn.Module, cache: Cache) -> None:
+    """Replace the layers of an empty cache by StateLayers where all methods that read them have states."""
+    layers = [layer for layer in layers_of(model).values() if getattr(layer, "layer_idx", None) is not None]
+    if isinstance(cache, EncoderDecoderCache):
+        parts = [(cache.self_attention_cache, True), (cache.cross_attention_cache, False)]
+        chosen = [(part, [x for x in layers if getattr(x, "is_causal", True) == causal]) for part, causal in parts]
+    else:
+        chosen = [(cache, layers)]
+    for part, readers in chosen:
+        # A subclass may do more with its layers than this function knows.
+        if type(part) is not DynamicCache or part.offloading:
+            continue
+        for index in {layer.layer_idx for layer in readers}:
+            # Encoder and decoder may use the same indices. Which of them reads a layer is unknown, so all must agree.
+            if all(keeps_state(method_of(layer)) for layer in readers if layer.layer_idx == index):
+                while len(part.layers) <= index:
+                    part.layers.append(DynamicLayer())
+                part.layers[index] = StateLayer()

@@ -1,0 +1,121 @@
+"""Give the attention layers of a Hugging Face model another method, and undo it."""
+
+import copy
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache
+
+from subquad.attention import MethodLike, resolve, warn_about
+from subquad.integrations.transformers.attend import NAME
+from subquad.integrations.transformers.cache import hold_states
+from subquad.integrations.transformers.layers import Choice, layers_of, method_of
+from subquad.integrations.transformers.unsupported import NO_METHOD
+from subquad.nn.report import Replacement, Replacements, check_layers, describe
+
+
+def replace_attention(
+    model: PreTrainedModel, method: MethodLike, *, layers: Iterable[int] | None = None
+) -> Replacements:
+    """Give the attention layers of a Hugging Face model another method, in place.
+
+    Parameters are not changed. `generate` then keeps a `State` in its cache, for methods that have one.
+
+    Args:
+        model: A transformers model.
+        method: A method or its name, as for `attention`. Its parameters, if it has any, do not become part of the
+            model; pass them to the optimizer separately.
+        layers: Numbers of the layers to change, in the order of the report; all by default. The other layers keep
+            their attention, masks and cache.
+
+    Returns:
+        A report that prints as a table. Its `undo()` restores the attention that the layers had; used as a context
+        manager, it does so on exit.
+
+    Raises:
+        TypeError: `model` is not a transformers model.
+        ValueError: No layer of the model looks up its attention by name, or `layers` or `method` is invalid.
+
+    Example:
+        >>> import torch
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> sizes = dict(num_hidden_layers=2, hidden_size=8, num_attention_heads=2, intermediate_size=8, vocab_size=9)
+        >>> model = LlamaForCausalLM(LlamaConfig(**sizes)).eval()
+        >>> report = replace_attention(model, "taylor", layers=[1])
+        >>> print(report)
+        layer  name                      before  now
+        0      model.layers.0.self_attn  sdpa    unchanged
+        1      model.layers.1.self_attn  sdpa    Taylor(2)
+        >>> model.generate(torch.tensor([[1, 3]]), min_new_tokens=3, max_new_tokens=3, pad_token_id=0).shape
+        torch.Size([1, 5])
+        >>> report.undo()
+    """
+    method = resolve(method)
+    found = _attention_layers(model)
+    selected = check_layers(layers, len(found))
+    rows = []
+    for number, (name, layer) in enumerate(found.items()):
+        before = method_of(layer)
+        label = layer.config._attn_implementation if before is None else describe(before)
+        rows.append(Replacement(number, name, label, method if number in selected else None))
+    report = Replacements(tuple(rows))
+    _exchange(model, found, method, report)
+    warn_about(method, stacklevel=2)
+    return report
+
+
+def _attention_layers(model: Any) -> dict[str, Any]:
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(
+            f"model: expected a transformers model, got {type(model).__name__}; for a model that contains "
+            "torch.nn.MultiheadAttention, use subquad.replace_attention"
+        )
+    found = layers_of(model)
+    if not found:
+        raise ValueError(f"model: {type(model).__name__} has no layer that looks up its attention by name")
+    return found
+
+
+def _exchange(model: PreTrainedModel, found: dict[str, Any], method: Any, report: Replacements) -> None:
+    """Set the attributes that select the method, and record in the report how to undo it."""
+
+    def put(owner: Any, attribute: str, new: Any) -> None:
+        missing, old = attribute not in vars(owner), vars(owner).get(attribute)
+        report._undo_steps.append(lambda: delattr(owner, attribute) if missing else setattr(owner, attribute, old))
+        setattr(owner, attribute, new)
+
+    chosen = [(row, found[row.name]) for row in report.layers if row.method is not None]
+    for row, layer in chosen:
+        put(layer, "subquad_choice", Choice(method, f"{type(model).__name__}.{row.name} (layer {row.number})"))
+    if len(chosen) == len(found):
+        for config in _configs_of(model):
+            put(config, "_attn_implementation_internal", NAME)
+    else:
+        # Masks are created from the config that all layers share. It stays, for the unchanged layers; `attend` can read
+        # their masks.
+        for _, layer in chosen:
+            put(layer, "config", copy.copy(layer.config))
+            put(layer.config, "_attn_implementation_internal", NAME)
+    report._undo_steps.append(model.register_forward_pre_hook(_prepare, with_kwargs=True).remove)
+
+
+def _configs_of(model: nn.Module) -> Iterator[PreTrainedConfig]:
+    """Return every config in a model once."""
+    configs = {id(part.config): part.config for part in model.modules() if hasattr(part, "config")}
+    return (config for config in configs.values() if isinstance(config, PreTrainedConfig))
+
+
+def _prepare(model: Any, _: Any, arguments: dict[str, Any]) -> None:
+    """Make an empty cache, such as the one of `generate`, hold states; called before each forward of a model."""
+    weights = arguments.get("output_attentions") or getattr(model.config, "output_attentions", False)
+    if weights and any(method_of(layer) for layer in layers_of(model).values()):
+        # Not all models pass this argument to their layers, so it is checked here as well.
+        raise ValueError(
+            f"{type(model).__name__}: output_attentions ({NO_METHOD['output_attentions']}) is not supported; "
+            'use attn_implementation="eager"'
+        )
+    cache = arguments.get("past_key_values")
+    if isinstance(cache, Cache) and not cache.get_seq_length():
+        hold_states(model, cache)

@@ -1,0 +1,58 @@
+"""Methods: the values that a user can name, one file each.
+
+To add a method, write its file, add its class to `BUILT_IN`, and export it from `subquad`.
+"""
+
+from typing import TypeAlias
+
+from subquad.methods.error_estimate import ErrorEstimate
+from subquad.methods.exact import Exact
+from subquad.methods.feature_map import FeatureMap
+from subquad.methods.linear import Linear
+from subquad.methods.method import FeatureMethod, Method, feature_method
+from subquad.methods.multipole import Multipole
+from subquad.methods.random_features import RandomFeatures
+from subquad.methods.separable import Separable
+from subquad.methods.taylor import Taylor
+
+BUILT_IN: tuple[type[Method], ...] = (Exact, Taylor, RandomFeatures, Linear, Separable, Multipole)
+BY_NAME: dict[str, Method] = {kind.name: kind() for kind in BUILT_IN}  # with default arguments
+
+AnyMethod: TypeAlias = Method | FeatureMap  # what `resolve` returns
+MethodLike: TypeAlias = AnyMethod | str  # what a user may pass
+
+__all__ = [
+    "AnyMethod", "BUILT_IN", "BY_NAME", "ErrorEstimate", "Exact", "FeatureMap", "FeatureMethod", "Linear", "Method",
+    "MethodLike", "Multipole", "RandomFeatures", "Separable", "Taylor", "feature_method", "label_of", "resolve",
+]  # fmt: skip
+
+
+def resolve(method: MethodLike, more_names: tuple[str, ...] = ()) -> AnyMethod:
+    """Return the method with this name, or the method itself.
+
+    Args:
+        method: A name, a built-in method, or an object with the members of `FeatureMap`.
+        more_names: Further names for the error message.
+    """
+    if isinstance(method, Method):
+        return method
+    if isinstance(method, str):
+        if method not in BY_NAME:
+            names = ", ".join(map(repr, (*BY_NAME, *more_names)))
+            raise ValueError(f"method: expected one of {names} or a method, got {method!r}")
+        return BY_NAME[method]
+    if isinstance(method, type):
+        raise TypeError(
+            f"method: expected a method such as {method.__name__}(), got the class {method.__name__} itself"
+        )
+    if not callable(method) or not all(hasattr(method, name) for name in ("positive", "size")):
+        raise TypeError(
+            f"method: expected a name, a method such as Taylor(2), or an object with the members of FeatureMap "
+            f"(positive, size and __call__), got {type(method).__name__}"
+        )
+    return method
+
+
+def label_of(method: AnyMethod) -> str:
+    """Return a short name for tables and messages."""
+    return method.label if isinstance(method, Method) else str(method)

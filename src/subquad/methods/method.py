@@ -1,0 +1,186 @@
+"""What every method answers about itself. Engines, cost, planner and lab ask here and nowhere else.
+
+A method is a frozen value that a user can name. It says which engine computes it; a `FeatureMethod` also says how its
+features are made, what they cost and how large its error is. An object of the user's own needs only the three members
+of `FeatureMap`; `UserMap` gives it the other answers.
+
+Axes: n tokens, d width, r features.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from typing import Any, ClassVar, Literal, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+
+from subquad.methods.error_estimate import UNKNOWN_ERROR, ErrorEstimate
+from subquad.methods.feature_map import FeatureMap
+
+Engine = Literal["exact", "features", "multipole"]
+Shift = tuple[float, ...] | tuple[tuple[float, ...], ...]
+
+
+class Traits(NamedTuple):
+    """What a feature method costs per token, for the formulas in `planning`.
+
+    The last five count numbers held in memory: per token while its features are made, for its features, kept for the
+    backward pass and for gradients; and tensors of the size of the weight matrix while it is made, kept, and
+    for gradients.
+    """
+
+    size: int  # features r
+    project: int = 0  # multiplications of the map itself
+    constant: bool = False  # features do not depend on the input
+    log_scales: int = 0  # log-scales of the sums of one head
+    making: int = 0
+    result: int = 0
+    kept: int = 0
+    gradient: int = 0
+    pairs: tuple[int, int, int] = (1, 1, 1)
+
+
+class Method(ABC):
+    """A way to compute attention, as a value.
+
+    Attributes:
+        name: What a user may write instead of the value, as in `method="taylor"`.
+        argument: The field that follows the colon, as the degree in "taylor:2"; None if there is none.
+        engine: Which engine computes it.
+        family: Methods whose calls do the same kind of work, and so share the coefficients of a calibration.
+        positive: Whether its weights are never negative, so that a sample of rows tells about the others.
+    """
+
+    name: ClassVar[str]
+    argument: ClassVar[str | None] = None
+    engine: ClassVar[Engine]
+    family: ClassVar[str]
+    positive: bool | property = True
+
+    @property
+    def label(self) -> str:
+        """A short name for tables, without the numbers of a key shift."""
+        return str(self)
+
+    @property
+    def warning(self) -> str | None:
+        """What a user should know before the method computes anything."""
+        return None
+
+    def error(
+        self, low: float, high: float, spread: float | None = None, squared_norm: float | None = None
+    ) -> ErrorEstimate:
+        """Return the relative error on logits in [low, high]; arguments as for `subquad.error`."""
+        return UNKNOWN_ERROR
+
+    @classmethod
+    def candidates(cls, width: int) -> "Iterable[Method]":
+        """Return the values of this class that the planner should consider."""
+        return ()
+
+
+class FeatureMethod(Method):
+    """A method whose weights are phi(q).phi(k), with features from this class.
+
+    Attributes:
+        native_map: The kernels' name of the map, or None if they do not know it.
+        degree: The degree of the kernels' map, where it has one.
+        normalizer: Each row is divided by its weights' sum ("row"), each feature by its own ("feature"), or not at all.
+        has_log_scale: Whether features come with a log-scale per token.
+        key_shift: A constant vector that is subtracted from all keys.
+        is_learned: Whether the map may hold parameters.
+    """
+
+    engine: ClassVar[Engine] = "features"
+    family: ClassVar[str] = "linear"
+    degree: int = 1
+    normalizer: Literal["row", "feature", "none"] = "row"
+    has_log_scale: ClassVar[bool] = False
+    is_learned: ClassVar[bool] = False
+    key_shift: Shift | None = None
+
+    @property
+    def native_map(self) -> str | None:
+        return None
+
+    @property
+    def of_logits(self) -> Callable[[Tensor], Tensor] | None:
+        """The weights from the logits q.k, where that is cheaper than by features; else None."""
+        return None
+
+    @abstractmethod
+    def size(self, width: int) -> int:
+        """Return the number of features r."""
+
+    @abstractmethod
+    def features(self, x: Tensor, table: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Map (..., n, d) to features (..., n, r), and a log-scale (..., n) if there is one."""
+
+    def table(self, width: int, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+        """Return the map's constant tensor for inputs of this kind, or None."""
+        return None
+
+    @property
+    def is_weighted(self) -> bool:
+        """Whether the table (r,) holds a weight for the product of each feature."""
+        return False
+
+    @abstractmethod
+    def traits(self, width: int) -> Traits:
+        """Return what the method costs per token."""
+
+
+class UserMap(FeatureMethod):
+    """A user's `FeatureMap`, with the answers of a `FeatureMethod`.
+
+    Its features are made once, before the engine's forms: the map may hold parameters, which only plain differentiation
+    finds. The forms then see them as queries and keys, keys with a last column that holds the log-scale, if any.
+    """
+
+    is_learned = True
+
+    def __init__(self, map: FeatureMap) -> None:
+        self.map = map
+
+    @property
+    def positive(self) -> bool:  # type: ignore[override]
+        return self.map.positive
+
+    @property
+    def native_map(self) -> str | None:
+        return "identity"
+
+    def size(self, width: int) -> int:
+        return self.map.size(width)
+
+    def features(self, x: Tensor, table: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Evaluate the map in the dtype of its parameters, if it has any, and check the shapes of the result."""
+        return self.mapped(x, is_query=False)
+
+    def mapped(self, x: Tensor, is_query: bool) -> tuple[Tensor, Tensor | None]:
+        weight = next(self.map.parameters(), None) if isinstance(self.map, nn.Module) else None
+        result = self.map(x if weight is None else x.to(weight.dtype), is_query=is_query)
+        features, log_scale = result if isinstance(result, tuple) else (result, None)
+        expected = (*x.shape[:-1], self.size(x.shape[-1]))
+        if features.shape != expected:
+            raise ValueError(f"method: its size() promises features of shape {expected}, got {tuple(features.shape)}")
+        if log_scale is not None and log_scale.shape != x.shape[:-1]:
+            raise ValueError(
+                f"method: expected a log-scale of shape {tuple(x.shape[:-1])}, got {tuple(log_scale.shape)}"
+            )
+        return features.to(x.dtype), None if log_scale is None else log_scale.to(x.dtype)
+
+    def traits(self, width: int) -> Traits:
+        """Count the layers of the map by running it on one token."""
+        from torch.utils.flop_counter import FlopCounterMode  # here: it imports much that nothing else needs
+
+        weight = next(self.map.parameters(), None) if isinstance(self.map, nn.Module) else None
+        x = torch.zeros(1, 1, width) if weight is None else weight.new_zeros(1, 1, width)
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            result = self.map(x, is_query=False)
+        return Traits(self.size(width), counter.get_total_flops() // 2, log_scales=int(isinstance(result, tuple)))
+
+
+def feature_method(method: Any) -> FeatureMethod:
+    """Return a built-in feature method itself, or a user's map with the same answers."""
+    return method if isinstance(method, FeatureMethod) else UserMap(cast(FeatureMap, method))

@@ -1,0 +1,107 @@
+"""The structures of call.h, field by field.
+
+Everything that both languages must agree on is written down here once more, as `INTERFACE`, and compared with the
+library's own description when it is loaded.
+"""
+
+import ctypes
+from ctypes import Structure, c_double, c_int64, c_void_p
+from struct import Struct
+
+import torch
+from torch import Tensor
+
+PADDING = 16  # numbers in a row of whole vectors, whatever the instruction set
+PAIR_BLOCK = 64  # tokens of a block of pairs
+LEVELS = 24  # sizes of groups that a Multipole call has room for: more than there can be keys for
+TYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}  # SubquadType
+# SubquadMap
+MAPS = {
+    name: i
+    for i, name in enumerate(("taylor", "positive", "hyperbolic", "elu", "relu", "identity", "logged", "separable"))
+}
+NO_MEMORY, POISONED = 1, 2  # results other than 0: the second if an output is not finite
+
+
+class Strided(Structure):
+    """SubquadTensor."""
+
+    _fields_ = [("data", c_void_p), *((name, c_int64) for name in ("type", "batch", "group", "token", "element"))]
+
+
+class FeatureCall(Structure):
+    """SubquadCall."""
+
+    _fields_ = [
+        *((name, c_int64) for name in (
+            "map", "degree", "wide", "threads", "causal", "normalized", "chunk", "pairs", "parts", "batch", "group",
+            "queries", "keys", "query_width", "key_width", "values", "features",
+        )),
+        ("query_scale", c_double), ("key_scale", c_double),
+        *((name, Strided) for name in ("q", "k", "v")),
+        *((name, c_void_p) for name in (
+            "keep", "table", "turned", "before", "before_poison", "before_scale", "after", "after_poison",
+            "after_scale", "output", "normalizer", "poison",
+        )),
+        ("output_grad", Strided),
+        *((name, c_void_p) for name in ("q_grad", "k_grad", "v_grad")),
+    ]  # fmt: skip
+
+
+# The same structure, packed from plain numbers: several times faster than setting the fields one by one.
+FEATURE_CALL = Struct("17q 2d 18q 12q 9q")
+
+
+class Level(Structure):
+    """SubquadLevel."""
+
+    _fields_ = [
+        *((name, c_int64) for name in ("size", "rank", "count", "stride")),
+        *((name, c_void_p) for name in ("keys", "spread", "values")),
+    ]
+
+
+class MultipoleCall(Structure):
+    """SubquadMultipole."""
+
+    _fields_ = [
+        *((name, c_int64) for name in (
+            "wide", "threads", "batch", "group", "queries", "keys", "width", "values", "block", "sinks", "top",
+            "opened", "grouped_from", "least_group", "groups_count", "k_batch", "v_batch",
+        )),
+        ("widest", c_double),
+        *((name, c_void_p) for name in ("q", "k", "v", "sees", "far")),
+        ("blocks", Level), ("groups", Level * LEVELS),
+        ("output", c_void_p),
+    ]  # fmt: skip
+
+
+INTERFACE = (
+    f"types {' '.join(str(kind).removeprefix('torch.') for kind in TYPES)}; maps {' '.join(MAPS)}; "
+    f"results ok no_memory poisoned; padding {PADDING}; pair block {PAIR_BLOCK}; levels {LEVELS}; "
+    f"call {ctypes.sizeof(FeatureCall)}; multipole {ctypes.sizeof(MultipoleCall)}"
+)
+assert FEATURE_CALL.size == ctypes.sizeof(FeatureCall)
+
+
+def padded(count: int) -> int:
+    """Return `count` rounded up to whole vectors."""
+    return -(-count // PADDING) * PADDING
+
+
+def address(tensor: Tensor | None) -> int:
+    """Return where a tensor begins; 0 if there is none."""
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def strided(tensor: Tensor) -> tuple[int, ...]:
+    """Return the fields of a tensor (b, g, n, d) or (b, m, d) with any strides."""
+    strides = tensor.stride()
+    group = strides[1] if len(strides) == 4 else 0
+    return tensor.data_ptr(), TYPES[tensor.dtype], strides[0], group, strides[-2], strides[-1]
+
+
+def check_result(code: int) -> None:
+    """Raise MemoryError if a kernel could not allocate its buffers."""
+    if code == NO_MEMORY:
+        raise MemoryError("subquad: not enough memory for the buffers of the native kernels")

@@ -1,0 +1,12 @@
+// For x86 with AVX2 and FMA: vectors of 32 bytes, 16 registers. Empty elsewhere.
+#ifdef __x86_64__
+#include "standard.h"
+#pragma GCC target("avx2,fma")
+#define SUBQUAD_ISA avx2
+#define SUBQUAD_BYTES 32
+#define SUBQUAD_COLUMNS 2
+#include "kernels.h"
+
+SubquadResult run_avx2(const SubquadCall& call, Operation operation) { return subquad::avx2::run(call, operation); }
+SubquadResult multipole_avx2(const SubquadMultipole& call) { return subquad::avx2::run(call); }
+#endif

@@ -1,0 +1,114 @@
+// Read and write the tokens of a head: clean and mask them as they are read, normalize outputs as they are written.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+
+#include "buffer.h"
+#include "tensor.h"
+
+namespace subquad::SUBQUAD_ISA {
+
+template <class T> struct Head {
+  const SubquadCall& call;
+  const Size rows, value_row, token_row;  // the value width plus 1; padded lengths of a value and of a token
+  Buffer<T> spare{std::max(token_row, value_row)};
+
+  explicit Head(const SubquadCall& call)
+      : call(call), rows(call.values + 1), value_row(padded<T>(rows)),
+        token_row(padded<T>(std::max(call.query_width, call.key_width))) {}
+
+  bool hidden(Size b, Size t) const { return call.keep && !call.keep[b * call.keys + t]; }
+
+  // Read rows of keys, and of values followed by a 1; zeros if a key is hidden. Poison is NaN if a visible key or value
+  // is not finite, else 0.
+  void read_keys(Size b, Size first, Size count, T* tokens, T* values, T* poison) const {
+    std::fill(poison, poison + count, T(0));
+    read_rows(call.k, b, 0, first, count, call.key_width, T(call.key_scale), tokens, token_row);
+    clean(tokens, token_row, count, Size(call.key_width), poison);
+    read_rows(call.v, b, 0, first, count, call.values, T(1), values, value_row);
+    clean(values, value_row, count, Size(call.values), poison);
+    for (Size t = 0; t < count; ++t) values[t * value_row + call.values] = 1;
+    for (Size t = 0; call.keep && t < count; ++t)
+      if (hidden(b, first + t)) {
+        std::fill(tokens + t * token_row, tokens + (t + 1) * token_row, T(0));
+        std::fill(values + t * value_row, values + (t + 1) * value_row, T(0));
+        poison[t] = 0;
+      }
+  }
+
+  void read_queries(Size b, Size g, Size first, Size count, T* tokens, T* poison) const {
+    std::fill(poison, poison + count, T(0));
+    read_rows(call.q, b, g, first, count, call.query_width, T(call.query_scale), tokens, token_row);
+    clean(tokens, token_row, count, Size(call.query_width), poison);
+  }
+
+  // o = N / D:  dN = do / D,  dD = -(do.o) / D
+  void read_grads(Size b, Size g, Size first, Size count, T* grads) const {
+    read_rows(call.output_grad, b, g, first, count, call.values, T(1), grads, value_row);
+    if (!call.normalized) return;
+    const Size start = (b * call.group + g) * call.queries + first;
+    for (Size t = 0; t < count; ++t) {
+      const T* output = static_cast<const T*>(call.output) + (start + t) * call.values;
+      const T inverse = inverse_of(static_cast<const T*>(call.normalizer)[start + t]);
+      T *grad = grads + t * value_row, total = 0;
+      for (Size e = 0; e < call.values; ++e) {
+        total += grad[e] * output[e];
+        grad[e] *= inverse;
+      }
+      grad[call.values] = -total * inverse;
+    }
+  }
+
+  T inverse_of(T normalizer) const { return !call.normalized ? T(1) : normalizer == 0 ? T(0) : 1 / normalizer; }
+
+  // Write outputs and normalizers from answers (rows, c).
+  void write_answers(Size b, Size g, Size first, Size count, const T* answers, Size c) const {
+    const Size start = (b * call.group + g) * call.queries + first;
+    T *output = static_cast<T*>(call.output) + start * call.values,
+      *normalizer = static_cast<T*>(call.normalizer) + start;
+    for (Size t = 0; t < count; ++t) {
+      normalizer[t] = answers[call.values * c + t];
+      const T inverse = inverse_of(normalizer[t]);
+      for (Size e = 0; e < call.values; ++e) output[t * call.values + e] = answers[e * c + t] * inverse;
+    }
+  }
+
+  // The poison of a row is that of all keys before the chunk, of the keys of the chunk up to it if causal, and its own.
+  void write_poison(Size b, Size g, Size first, Size count, T before, const T* of_keys, const T* of_queries) const {
+    T* poison = static_cast<T*>(call.poison) + (b * call.group + g) * call.queries + first;
+    for (Size t = 0; t < count; ++t) {
+      if (of_keys) before += of_keys[t];
+      poison[t] = before + of_queries[t];
+    }
+  }
+
+  // Write columns (width, c) to `to` (count, width); 0 if the token is hidden or the input number is not finite.
+  void write_grads(const SubquadTensor& of, Size b, Size g, Size first, Size count, Size width, T scale,
+                   const T* columns, Size c, const T* poison, bool of_keys, T* to) const {
+    for (Size t = 0; t < count; ++t) {
+      T* grad = to + t * width;
+      if (of_keys && hidden(b, first + t)) {
+        std::fill(grad, grad + width, T(0));
+        continue;
+      }
+      for (Size i = 0; i < width; ++i) grad[i] = columns[i * c + t] * scale;
+      if (poison[t] == poison[t]) continue;
+      read_rows(of, b, g, first + t, 1, width, scale, spare + 0, token_row);
+      for (Size i = 0; i < width; ++i)
+        if (!(spare[i] - spare[i] == 0)) grad[i] = 0;
+    }
+  }
+};
+
+// A slope of 0 masks: a nonfinite gradient must not pass there.
+template <class T> vec<T> sloped(vec<T> grad, vec<T> slope) { return slope != 0 ? grad * slope : vec<T>{}; }
+
+// 1 + x (1 + x/2 (1 + x/3 ...))
+template <class T> vec<T> series(vec<T> x, Size degree) {
+  vec<T> result = all(T(1));
+  for (Size power = degree; power > 0; --power) result = result * x * (T(1) / power) + T(1);
+  return result;
+}
+
+}  // namespace subquad::SUBQUAD_ISA

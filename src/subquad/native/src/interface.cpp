@@ -1,0 +1,63 @@
+// The C interface. The first call chooses the instruction set; the environment variable SUBQUAD_INSTRUCTIONS (AVX2 or
+// plain) selects a smaller one than the machine supports.
+#include <cstdlib>
+#include <cstring>
+#include <string>
+
+#include "dispatch.h"
+
+namespace {
+
+struct InstructionSet {
+  const char* name;
+  SubquadResult (*run)(const SubquadCall& call, Operation operation);
+  SubquadResult (*multipole)(const SubquadMultipole& call);
+};
+
+InstructionSet choose() {
+  const char* wanted = std::getenv("SUBQUAD_INSTRUCTIONS");
+  if (wanted && !std::strcmp(wanted, "plain")) return {"plain", run_plain, multipole_plain};
+#ifdef __x86_64__
+  const bool narrow = wanted && !std::strcmp(wanted, "AVX2");
+  const bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
+                    __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
+  if (wide && !narrow) return {"AVX-512", run_avx512, multipole_avx512};
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) return {"AVX2", run_avx2, multipole_avx2};
+  return {"SSE", run_plain, multipole_plain};
+#elif defined(__aarch64__)
+  return {"NEON", run_plain, multipole_plain};
+#else
+  return {"plain", run_plain, multipole_plain};
+#endif
+}
+
+const InstructionSet& chosen() {
+  static const InstructionSet set = choose();
+  return set;
+}
+
+// The names are in the order of their values. `INTERFACE` in calls.py is the same text.
+std::string describe() {
+  static_assert(FLOAT32 == 0 && FLOAT64 == 1 && BFLOAT16 == 2 && FLOAT16 == 3);
+  static_assert(TAYLOR == 0 && POSITIVE == 1 && HYPERBOLIC == 2 && ELU == 3 && RELU == 4 && IDENTITY == 5 &&
+                LOGGED == 6 && SEPARABLE == 7);
+  static_assert(OK == 0 && NO_MEMORY == 1 && POISONED == 2);
+  return "types float32 float64 bfloat16 float16; "
+         "maps taylor positive hyperbolic elu relu identity logged separable; "
+         "results ok no_memory poisoned; padding " +
+         std::to_string(SUBQUAD_PADDING) + "; pair block " + std::to_string(SUBQUAD_PAIR_BLOCK) + "; levels " +
+         std::to_string(SUBQUAD_LEVELS) + "; call " + std::to_string(sizeof(SubquadCall)) + "; multipole " +
+         std::to_string(sizeof(SubquadMultipole));
+}
+
+}  // namespace
+
+SubquadResult subquad_forward(const SubquadCall* call) { return chosen().run(*call, Operation::FORWARD); }
+SubquadResult subquad_backward(const SubquadCall* call) { return chosen().run(*call, Operation::BACKWARD); }
+SubquadResult subquad_step(const SubquadCall* call) { return chosen().run(*call, Operation::STEP); }
+SubquadResult subquad_multipole(const SubquadMultipole* call) { return chosen().multipole(*call); }
+const char* subquad_instructions(void) { return chosen().name; }
+const char* subquad_interface(void) {
+  static const std::string text = describe();
+  return text.c_str();
+}

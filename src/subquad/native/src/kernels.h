@@ -1,0 +1,171 @@
+// Execute a call on several threads: each takes whole heads or, if there are too few heads, a part of a head.
+//
+// The caller decides how: the call holds the number of threads, the parts of a head, pairs or sums, and the size of a
+// chunk. Which thread computes what depends only on these, so equal calls give equal bits.
+#pragma once
+
+#include <memory>
+
+#include "dispatch.h"
+#include "multipole.h"
+#include "pairs.h"
+#include "parallel.h"
+#include "scan.h"
+#include "separable.h"
+#include "step.h"
+
+namespace subquad::SUBQUAD_ISA {
+
+// Each thread takes whole heads; body(separable, head).
+template <class T, class Body> bool separable(const SubquadCall& call, bool differentiated, Body body) {
+  const Size threads = std::min<Size>(call.batch, call.threads);
+  return in_parallel(threads, [&](Size thread) {
+    Separable<T> heads(call, differentiated);
+    for (Size b = thread; b < call.batch; b += threads) body(heads, b);
+  });
+}
+
+// Add the shares (parts, tokens, e + 1) of the parts of each head, and divide by the normalizers.
+template <class T> bool join_parts(const SubquadCall& call, T* shares) {
+  const Size threads = call.threads, parts = call.parts, rows = call.values + 1, tokens = call.group * call.queries;
+  T *outputs = static_cast<T*>(call.output), *normalizers = static_cast<T*>(call.normalizer);
+  return in_parallel(threads, [&](Size thread) {
+    for (Size b = 0; b < call.batch; ++b)
+      for (Size t = tokens * thread / threads; t < tokens * (thread + 1) / threads; ++t) {
+        T* total = shares + (b * parts * tokens + t) * rows;
+        for (Size part = 1; part < parts; ++part)
+          for (Size e = 0; e < rows; ++e) total[e] += total[part * tokens * rows + e];
+        const T normalizer = normalizers[b * tokens + t] = total[call.values];
+        const T inverse = !call.normalized ? T(1) : normalizer == 0 ? T(0) : 1 / normalizer;
+        for (Size e = 0; e < call.values; ++e) outputs[(b * tokens + t) * call.values + e] = total[e] * inverse;
+      }
+  });
+}
+
+template <class T> bool forward(const SubquadCall& call) {
+  if (call.map == SEPARABLE) return separable<T>(call, false, [](Separable<T>& heads, Size b) { heads.forward(b); });
+  const Size threads = call.threads, parts = call.parts, tasks = call.batch * parts;
+  if (call.pairs)
+    return in_parallel(std::min(threads, tasks), [&](Size thread) {
+      Pairs<T> pairs(call, false);
+      for (Size task = thread; task < tasks; task += threads) pairs.forward(task / parts, task % parts, parts);
+    });
+  const Shape s = Shape::of<T>(call, call.chunk, parts);
+  const Size share = call.group * call.queries * (call.values + 1);
+  Buffer<T> shares(parts > 1 ? tasks * share : 0);
+  const bool done = in_parallel(std::min(threads, tasks), [&](Size thread) {
+    std::unique_ptr<Scan<T>> scan;
+    for (Size task = thread; task < tasks; task += threads) {
+      if (!scan || parts > 1) scan = std::make_unique<Scan<T>>(s, task % parts, parts, false);
+      scan->forward(task / parts, shares + task * share);
+    }
+  });
+  return done && (parts == 1 || join_parts<T>(call, shares));
+}
+
+// The gradients of q, k and v. The first part of a head writes them in place, the others write shares to be added.
+template <class T> class Gradients {
+ public:
+  Gradients(const SubquadCall& call, Size parts)
+      : call(call), parts(parts), sizes{Size(call.group * call.queries * call.query_width),
+                                        Size(call.keys * call.key_width), Size(call.keys * call.values)},
+        shares(call.batch * (parts - 1) * (sizes[0] + sizes[1] + sizes[2])) {}
+
+  T* q(Size b, Size part = 0) const { return place(b, part, 0); }
+  T* k(Size b, Size part = 0) const { return place(b, part, 1); }
+  T* v(Size b, Size part = 0) const { return place(b, part, 2); }
+
+  void join_parts() const {
+    for (Size b = 0; b < call.batch; ++b)
+      for (Size part = 1; part < parts; ++part)
+        for (Size input = 0; input < 3; ++input) {
+          T *total = place(b, 0, input), *share = place(b, part, input);
+          for (Size i = 0; i < sizes[input]; ++i) total[i] += share[i];
+        }
+  }
+
+ private:
+  const SubquadCall& call;
+  const Size parts, sizes[3];  // sizes: of q, k and v of one head
+  Buffer<T> shares;
+
+  T* place(Size b, Size part, Size input) const {
+    void* const given[] = {call.q_grad, call.k_grad, call.v_grad};
+    if (part == 0) return static_cast<T*>(given[input]) + b * sizes[input];
+    const Size starts[] = {0, sizes[0], sizes[0] + sizes[1]};
+    return shares + (b * (parts - 1) + part - 1) * (sizes[0] + sizes[1] + sizes[2]) + starts[input];
+  }
+};
+
+template <class T> bool backward(const SubquadCall& call) {
+  const Size threads = call.threads, parts = call.parts, tasks = call.batch * parts;
+  if (call.map == SEPARABLE || call.pairs) {
+    const Gradients<T> grads(call, 1);  // Parts by pairs write different rows, so they need no shares.
+    if (call.map == SEPARABLE)
+      return separable<T>(call, true,
+                          [&](Separable<T>& heads, Size b) { heads.backward(b, grads.q(b), grads.k(b), grads.v(b)); });
+    return in_parallel(std::min(threads, tasks), [&](Size thread) {
+      Pairs<T> pairs(call, true);
+      for (Size task = thread; task < tasks; task += threads) {
+        const Size b = task / parts;
+        pairs.backward(b, task % parts, parts, grads.q(b), grads.k(b), grads.v(b));
+      }
+    });
+  }
+  const Shape s = Shape::of<T>(call, call.chunk, parts);
+  const Gradients<T> grads(call, parts);
+  const bool done = in_parallel(std::min(threads, tasks), [&](Size thread) {
+    std::unique_ptr<Scan<T>> scan;
+    for (Size task = thread; task < tasks; task += threads) {
+      const Size b = task / parts, part = task % parts;
+      if (!scan || parts > 1) scan = std::make_unique<Scan<T>>(s, part, parts, true);
+      scan->backward(b, grads.q(b, part), grads.k(b, part), grads.v(b, part));
+    }
+  });
+  if (done) grads.join_parts();
+  return done;
+}
+
+template <class T> bool step(const SubquadCall& call) {
+  Shape s = Shape::of<T>(call, 1 + call.group, 1);
+  s.chunk = s.tokens;  // The key and the queries of a group, token-major: no padding is needed.
+  const Size threads = std::min<Size>(call.batch, call.threads);
+  const bool done = in_parallel(threads, [&](Size thread) {
+    Step<T> step(s);
+    for (Size b = thread; b < call.batch; b += threads) step(b);
+  });
+  return done;
+}
+
+// Poison is 0 or NaN, so a sum that is not 0 has some in it.
+template <class T> bool is_poisoned(const SubquadCall& call) {
+  T total = 0;
+  for (Size i = 0; i < call.batch * call.group * call.queries; ++i) total += static_cast<const T*>(call.poison)[i];
+  return total != 0;
+}
+
+template <class T> SubquadResult run(const SubquadCall& call, Operation operation) {
+  const bool done = operation == Operation::FORWARD    ? forward<T>(call)
+                    : operation == Operation::BACKWARD ? backward<T>(call)
+                                                       : step<T>(call);
+  if (!done) return NO_MEMORY;
+  return operation != Operation::BACKWARD && is_poisoned<T>(call) ? POISONED : OK;
+}
+
+inline SubquadResult run(const SubquadCall& call, Operation operation) {
+  try {
+    return call.wide ? run<double>(call, operation) : run<float>(call, operation);
+  } catch (const std::bad_alloc&) {
+    return NO_MEMORY;
+  }
+}
+
+inline SubquadResult run(const SubquadMultipole& call) {
+  try {
+    return (call.wide ? multipole<double>(call) : multipole<float>(call)) ? OK : NO_MEMORY;
+  } catch (const std::bad_alloc&) {
+    return NO_MEMORY;
+  }
+}
+
+}  // namespace subquad::SUBQUAD_ISA

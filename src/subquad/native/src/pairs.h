@@ -1,0 +1,142 @@
+// Every pair of a query and a key, for sequences so short that sums of features would cost more: O(n m), no features.
+//
+//   o_i = sum_j w_ij v_j,   w_ij = 1 + x + ... + x^p/p!,   x = q_i.k_j
+//
+// Blocks of 64 queries (columns) and 64 keys (rows) have 64 x 64 weights, which stay in the first-level cache. The
+// backward pass does the same for the gradients of queries, and then with the sides exchanged for those of keys. All
+// keys of the head, and in the backward pass its queries, are read once at the beginning.
+#pragma once
+
+#include "head.h"
+#include "product.h"
+
+namespace subquad::SUBQUAD_ISA {
+
+constexpr Size BLOCK_TOKENS = SUBQUAD_PAIR_BLOCK;
+
+template <class T> class Pairs {
+ public:
+  Pairs(const SubquadCall& call, bool differentiated)
+      : call(call), head(call), rows(head.rows), value_row(head.value_row), token_row(head.token_row),
+        keys(call.keys * token_row), values(call.keys * value_row), key_poison(call.keys),
+        queries(differentiated ? call.group * call.queries * token_row : BLOCK_TOKENS * token_row),
+        grads(differentiated ? call.group * call.queries * value_row : 0),
+        query_poison(differentiated ? call.group * call.queries : BLOCK_TOKENS), columns(token_row * BLOCK_TOKENS),
+        value_columns(rows * BLOCK_TOKENS), answers(rows * BLOCK_TOKENS), found(token_row * BLOCK_TOKENS),
+        weights(BLOCK_TOKENS * BLOCK_TOKENS), slopes(BLOCK_TOKENS * BLOCK_TOKENS) {}
+
+  // Consecutive blocks of queries go to different parts, because later blocks see more keys.
+  void forward(Size b, Size part, Size parts) {
+    head.read_keys(b, 0, call.keys, keys, values, key_poison);
+    T before = 0, everything = 0;
+    for (Size t = 0; t < call.keys; ++t) everything += key_poison[t];
+    for (Size first = 0; first < call.queries; first += BLOCK_TOKENS) {
+      const Size count = std::min(BLOCK_TOKENS, Size(call.queries) - first);
+      for (Size g = 0; g < call.group && first / BLOCK_TOKENS % parts == part; ++g) {
+        head.read_queries(b, g, first, count, queries, query_poison);
+        put_columns(queries, token_row, count, call.query_width, columns);
+        std::fill(answers + 0, answers + rows * BLOCK_TOKENS, T(0));
+        for (Size k = 0; k < (call.causal ? first + count : call.keys); k += BLOCK_TOKENS) {
+          const Size others = std::min(BLOCK_TOKENS, Size(call.keys) - k);
+          meet<false>(keys + k * token_row, others, call.causal ? first - k : BLOCK_TOKENS);
+          add_product<T>(rows, BLOCK_TOKENS, others, {values + k * value_row, 1, value_row}, weights, BLOCK_TOKENS,
+                         answers, BLOCK_TOKENS);
+        }
+        head.write_answers(b, g, first, count, answers, BLOCK_TOKENS);
+        head.write_poison(b, g, first, count, call.causal ? before : everything,
+                          call.causal ? key_poison + first : nullptr, query_poison);
+      }
+      for (Size t = first; call.causal && t < first + count; ++t) before += key_poison[t];
+    }
+  }
+
+  void backward(Size b, Size part, Size parts, T* q_grad, T* k_grad, T* v_grad) {
+    head.read_keys(b, 0, call.keys, keys, values, key_poison);
+    for (Size g = 0; g < call.group; ++g) {
+      const Size start = g * call.queries;
+      head.read_queries(b, g, 0, call.queries, queries + start * token_row, query_poison + start);
+      head.read_grads(b, g, 0, call.queries, grads + start * value_row);
+    }
+    for (Size first = 0; first < call.queries; first += BLOCK_TOKENS) {
+      const Size count = std::min(BLOCK_TOKENS, Size(call.queries) - first);
+      for (Size g = 0; g < call.group && first / BLOCK_TOKENS % parts == part; ++g) {
+        const Size start = g * call.queries + first;
+        put_columns(queries + start * token_row, token_row, count, call.query_width, columns);
+        put_columns(grads + start * value_row, value_row, count, rows, value_columns);
+        std::fill(found + 0, found + token_row * BLOCK_TOKENS, T(0));
+        for (Size k = 0; k < (call.causal ? first + count : call.keys); k += BLOCK_TOKENS) {
+          const Size others = std::min(BLOCK_TOKENS, Size(call.keys) - k);
+          meet<true>(keys + k * token_row, others, call.causal ? first - k : BLOCK_TOKENS);
+          descend(keys + k * token_row, values + k * value_row, others, call.query_width);
+        }
+        head.write_grads(call.q, b, g, first, count, call.query_width, T(call.query_scale), found, BLOCK_TOKENS,
+                         query_poison + start, false, q_grad + start * call.query_width);
+      }
+    }
+    for (Size first = 0; first < call.keys; first += BLOCK_TOKENS) {
+      if (first / BLOCK_TOKENS % parts != part) continue;
+      const Size count = std::min(BLOCK_TOKENS, Size(call.keys) - first);
+      put_columns(keys + first * token_row, token_row, count, call.key_width, columns);
+      put_columns(values + first * value_row, value_row, count, rows, value_columns);
+      std::fill(found + 0, found + token_row * BLOCK_TOKENS, T(0));
+      std::fill(answers + 0, answers + rows * BLOCK_TOKENS, T(0));
+      for (Size g = 0; g < call.group; ++g)
+        for (Size q = call.causal ? first : 0; q < call.queries; q += BLOCK_TOKENS) {
+          const Size start = g * call.queries + q, others = std::min(BLOCK_TOKENS, Size(call.queries) - q);
+          meet<true, true>(queries + start * token_row, others, call.causal ? q - first : BLOCK_TOKENS);
+          add_product<T>(rows, BLOCK_TOKENS, others, {grads + start * value_row, 1, value_row}, weights, BLOCK_TOKENS,
+                         answers, BLOCK_TOKENS);
+          descend(queries + start * token_row, grads + start * value_row, others, call.key_width);
+        }
+      head.write_grads(call.k, b, 0, first, count, call.key_width, T(call.key_scale), found, BLOCK_TOKENS,
+                       key_poison + first, true, k_grad + first * call.key_width);
+      head.write_grads(call.v, b, 0, first, count, call.values, T(1), answers, BLOCK_TOKENS, key_poison + first, true,
+                       v_grad + first * call.values);
+    }
+  }
+
+ private:
+  const SubquadCall& call;
+  const Head<T> head;
+  const Size rows, value_row, token_row;
+  Buffer<T> keys, values, key_poison;      // of the whole head
+  Buffer<T> queries, grads, query_poison;  // of the whole head; in the forward pass, of one block
+  Buffer<T> columns, value_columns;        // (width, BLOCK_TOKENS) and (rows, BLOCK_TOKENS): the reading tokens
+  Buffer<T> answers, found;                // (rows, BLOCK_TOKENS), and the gradients of the tokens
+  Buffer<T> weights, slopes;               // (BLOCK_TOKENS, BLOCK_TOKENS): the other tokens by the reading tokens
+
+  void put_columns(const T* from, Size row, Size count, Size width, T* to) const {
+    if (count < BLOCK_TOKENS) std::fill(to, to + width * BLOCK_TOKENS, T(0));
+    turn(from, row, count, width, to, BLOCK_TOKENS);
+  }
+
+  // Weights and slopes of `others`, which are `distance` tokens before the reading tokens or, if `reversed`, after
+  // them. Within a block (distance 0) a query sees the keys up to its own position.
+  template <bool with_slopes, bool reversed = false> void meet(const T* others, Size count, Size distance) {
+    set_product<T>(count, BLOCK_TOKENS, call.query_width, {others, token_row, 1}, columns, BLOCK_TOKENS, weights,
+                   BLOCK_TOKENS);
+    for (Size i = 0; i < count; ++i)
+      for (Size t = 0; t < BLOCK_TOKENS; t += lanes<T>) {
+        const vec<T> x = load(weights + i * BLOCK_TOKENS + t);
+        vec<T> weight = series<T>(x, call.degree), slope{};
+        if (with_slopes) slope = series<T>(x, call.degree - 1);
+        if (distance == 0) {
+          const mask<T> seen = reversed ? places<T>(t) <= places<T>(i, 0) : places<T>(t) >= places<T>(i, 0);
+          weight = seen ? weight : vec<T>{};
+          slope = seen ? slope : vec<T>{};
+        }
+        store(weights + i * BLOCK_TOKENS + t, weight);
+        if (with_slopes) store(slopes + i * BLOCK_TOKENS + t, slope);
+      }
+  }
+
+  void descend(const T* others, const T* of_others, Size count, Size width) {
+    set_product<T>(count, BLOCK_TOKENS, rows, {of_others, value_row, 1}, value_columns, BLOCK_TOKENS, weights,
+                   BLOCK_TOKENS);
+    for (Size i = 0; i < count * BLOCK_TOKENS; i += lanes<T>)
+      store(weights + i, sloped<T>(load(weights + i), load(slopes + i)));
+    add_product<T>(width, BLOCK_TOKENS, count, {others, 1, token_row}, weights, BLOCK_TOKENS, found, BLOCK_TOKENS);
+  }
+};
+
+}  // namespace subquad::SUBQUAD_ISA

@@ -1,0 +1,1 @@
+"""Modules: multi-head attention with a choice of method, and the replacement of attention inside a model."""

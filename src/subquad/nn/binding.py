@@ -1,0 +1,64 @@
+"""What a module needs to compute attention by a method: the random matrix as a buffer, and a single warning.
+
+    bind_method(self, method, head_dim)         in __init__: sets `method`, and the buffer `random_matrix`
+    bound_method(self)                          in forward: the method with that buffer as its matrix
+    quiet_attention(q, k, v, method=...)        in forward: `attention` without the warning given at construction
+
+The buffer belongs to the module itself, so that its key in a state_dict is `random_matrix`.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from subquad._calls.call import Call
+from subquad._engines import run
+from subquad.attention import attention
+from subquad.methods import Method, RandomFeatures
+
+
+def bind_method(module: nn.Module, method: Any, head_dim: int, like: Tensor | None = None) -> None:
+    """Make a method part of a module.
+
+    Sets `module.method`, so that a map that is an `nn.Module` becomes a submodule, and registers the buffer
+    `random_matrix`: the matrix of `RandomFeatures`, None for other methods.
+
+    Args:
+        module: The module that will call `attention`.
+        method: A method, or None.
+        head_dim: Width of the queries and keys.
+        like: Tensor whose device, and dtype if wider than float32, the matrix takes; float64 on the CPU by default.
+
+    Example:
+        >>> module = nn.Module()
+        >>> bind_method(module, RandomFeatures(8), head_dim=4)
+        >>> list(module.state_dict()), bound_method(module).matrix.shape
+        (['random_matrix'], torch.Size([8, 4]))
+    """
+    module.method = method
+    module.register_buffer("random_matrix", random_matrix(method, head_dim, like))
+
+
+def bound_method(module: nn.Module) -> Any:
+    """Return the method of a module after `bind_method`, with the module's buffer as its matrix."""
+    if module.random_matrix is None:
+        return module.method
+    return replace(module.method, matrix=module.random_matrix)  # type: ignore[type-var]
+
+
+def random_matrix(method: Any, head_dim: int, like: Tensor | None = None) -> Tensor | None:
+    """Return the matrix of `RandomFeatures`, given or drawn from its seed; None for other methods."""
+    if not isinstance(method, RandomFeatures):
+        return None
+    matrix = method.draw(head_dim) if method.matrix is None else method.matrix
+    return matrix if like is None else matrix.to(like.device, torch.promote_types(like.dtype, torch.float32))
+
+
+def quiet_attention(query: Tensor, key: Tensor, value: Tensor, *, method: Any, **options: Any) -> Any:
+    """Compute `attention` without warning about the method: the user was warned when the module was made."""
+    if not isinstance(method, Method) or method.warning is None:
+        return attention(query, key, value, method=method, **options)
+    output, state, _ = run(method, Call.of(query, key, value, **options))
+    return (output, state) if options.get("return_state") else output

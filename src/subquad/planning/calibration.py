@@ -1,0 +1,173 @@
+"""The machine, measured: a grid of calls, and the coefficients of `seconds` that fit their times, relatively.
+
+All calls are measured one after another, in several turns: a disturbance of the machine then affects one turn only.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import lru_cache
+from itertools import chain
+from typing import Any
+
+import torch
+
+from subquad import native
+from subquad._calls.call import Call
+from subquad._engines import run
+from subquad._engines.features.choose_form import is_fusable
+from subquad.methods import Exact, Linear, Multipole, RandomFeatures, Separable, Taylor
+from subquad.methods.method import FeatureMethod
+from subquad.planning.seconds import EXACT_LENGTHS, EXACT_WIDTHS, Calibration, name_of, work
+from subquad.planning.shape import Shape
+
+TURNS = 3
+CALIBRATION_SECONDS = 26.0  # once every call was measured, stop after this time
+INPUT_OFFSET = 1000  # between the first numbers of queries, keys and values
+LONG_CALL_SECONDS = 0.01  # a call this long is not repeated within a turn
+Progress = Callable[[int, int], None]  # (calls measured, calls in all)
+
+
+def grid() -> Iterator[tuple[Any, str, Shape]]:
+    """Yield the calls that are measured: short ones, where starting costs most, and long ones."""
+    for training in (False, True):
+        for is_causal in (True, False):
+            shape = Shape(0, 0, 0, 0, is_causal=is_causal, training=training)
+            for d in EXACT_WIDTHS:
+                for n in EXACT_LENGTHS:
+                    yield Exact(), "exact", _sized(shape, n, d, 8 if n < 2048 else 4096 // n)
+            if native.available() and not training:
+                for d in (32, 64):
+                    for n in (256, 1024, 4096):
+                        yield Multipole(), "fused", _sized(shape, n, d, 8 if n < 2048 else 2)
+            yield from _feature_calls(shape)
+
+
+def _feature_calls(shape: Shape) -> Iterator[tuple[FeatureMethod, str, Shape]]:
+    """Yield the calls of feature methods, causal and trained as `shape` is."""
+    methods: list[tuple[int, FeatureMethod]] = [
+        (8, Taylor(4)), (16, Taylor(2)), (32, Taylor(2)), (64, Taylor(2)), (32, Taylor(0)), (128, Taylor(0)),
+        (16, RandomFeatures(64)), (64, RandomFeatures(64)), (64, RandomFeatures(1024)), (128, RandomFeatures(256)),
+        (16, Linear("elu")), (64, Linear("elu")), (128, Linear("elu")), (16, Separable()), (128, Separable()),
+    ]  # fmt: skip
+    for d, method in methods:
+        # Long calls of many heads do not fit a cache; where there are few features, memory dominates the time.
+        r = method.size(d)
+        heads = 8 if r < 1000 else 2
+        for n in (256, 512, 2048 if r <= 128 else 1024):
+            yield method, "chunked", _sized(shape, n, d, heads)
+        for n, few in ((128, 8), (512, 8), (1024 if r > 1000 else 2048, heads)):
+            sized = _sized(shape, n, d, few)
+            if is_fusable(method, sized.layout, torch.float32, is_causal=shape.is_causal):
+                yield method, "fused", sized
+        if shape.is_causal and method.normalizer != "feature":
+            for n, few in ((128, 8), (768, 4)):
+                yield method, "dense", _sized(shape, n, d, few)
+
+
+@lru_cache(maxsize=2)
+def _grid_once(with_kernels: bool) -> list[tuple[Any, str, Shape]]:
+    return list(grid())
+
+
+def grid_once() -> list[tuple[Any, str, Shape]]:
+    """Return all calls of the grid."""
+    return _grid_once(native.available())
+
+
+def _sized(shape: Shape, length: int, width: int, heads: int) -> Shape:
+    return replace(shape, query_length=length, key_length=length, head_dim=width, value_dim=width, heads=heads,
+                   key_heads=heads)  # fmt: skip
+
+
+def measured_seconds(
+    method: Any, form: str | None, shape: Shape, device: torch.device, dtype: torch.dtype, known: float = math.inf
+) -> float:
+    """Return the best time of a few calls, in a given form or in the one that the call chooses, and of `known`."""
+    sizes = [(shape.batch, shape.heads, shape.query_length, shape.head_dim)]
+    sizes += [(shape.batch, shape.key_heads, shape.key_length, w) for w in (shape.head_dim, shape.value_dim)]
+    noise = _noise(1 << max(math.prod(s) + 2 * INPUT_OFFSET for s in sizes).bit_length())
+    inputs = [
+        noise[i * INPUT_OFFSET :][: math.prod(s)].view(s).to(device, dtype, copy=True) for i, s in enumerate(sizes)
+    ]
+    for x in inputs:
+        x.requires_grad_(shape.training)
+    q, k, v = inputs
+
+    def compute() -> None:
+        call = Call.of(q, k, v, is_causal=shape.is_causal, enable_gqa=shape.heads != shape.key_heads)
+        output = run(method, call, form).output
+        if shape.training:
+            torch.autograd.grad(output, inputs, torch.ones_like(output))
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+
+    with torch.set_grad_enabled(shape.training):
+        if not LONG_CALL_SECONDS < known < math.inf:  # Warm up, unless this is a long call that was measured before.
+            compute()
+        best, spent, count = known, 0.0, 0
+        while count < 1 or (count < 10 and spent < LONG_CALL_SECONDS):
+            begin = time.perf_counter()
+            compute()
+            seconds = time.perf_counter() - begin
+            best, spent, count = min(best, seconds), spent + seconds, count + 1
+    return best
+
+
+@lru_cache(maxsize=1)
+def _noise(count: int) -> torch.Tensor:
+    """Return numbers to measure with: drawing them takes longer than many calls."""
+    return torch.randn(count, generator=torch.Generator().manual_seed(0)) * 0.3
+
+
+def calibrate(
+    device: torch.device, dtype: torch.dtype = torch.float32, progress: Progress | None = None
+) -> Calibration:
+    """Measure this machine, in under half a minute unless it is busy."""
+    count, show = len(grid_once()), progress or (lambda done, total: None)
+    best, begin = [math.inf] * count, time.perf_counter()
+    show(0, TURNS * count)
+    turns = (one_turn(best, device, dtype) for _ in range(TURNS))
+    for done, _ in enumerate(chain.from_iterable(turns), 1):
+        show(done, TURNS * count)
+        if done >= count and time.perf_counter() - begin > CALIBRATION_SECONDS:
+            break
+    if done < TURNS * count:
+        show(TURNS * count, TURNS * count)
+    return fitted(best, device.type)
+
+
+def one_turn(best: list[float], device: torch.device, dtype: torch.dtype) -> Iterator[None]:
+    """Measure each call of the grid once more, keep its best time in the list, and yield after each."""
+    for i, (method, form, shape) in enumerate(grid_once()):
+        best[i] = measured_seconds(method, form, shape, device, dtype, best[i])
+        yield
+
+
+def fitted(best: list[float], device: str = "cpu") -> Calibration:
+    """Return the coefficients that fit the best times of the grid's calls."""
+    rows: dict[str, list[tuple[list[float], float]]] = {}
+    for call, seconds in zip(grid_once(), best, strict=True):
+        rows.setdefault(name_of(*call), []).append((work(*call), seconds))
+    return Calibration({name: _fitted(found) for name, found in rows.items()}, device)
+
+
+def _fitted(rows: list[tuple[list[float], float]]) -> list[float]:
+    """Return coefficients >= 0 with the least sum of predicted/measured + measured/predicted: half and double count the
+    same. By least squares, one coefficient after another, with weights from the previous fit."""
+    parts = torch.tensor([row for row, _ in rows], dtype=torch.float64)
+    seconds = torch.tensor([measured for _, measured in rows], dtype=torch.float64)
+    largest = (parts / seconds[:, None]).amax(0).clamp(min=1e-300)
+    parts, predicted = parts / largest, seconds
+    found = [0.0] * parts.shape[1]
+    for _ in range(20):
+        weights = (predicted.clamp(min=0.05 * seconds) * seconds).reciprocal()
+        products, target = (parts.mT @ (parts * weights[:, None])).tolist(), (parts.mT @ (weights * seconds)).tolist()
+        for _ in range(50):
+            for i, row in enumerate(products):
+                if row[i] > 0:
+                    rest = math.fsum(a * c for a, c in zip(row, found, strict=True)) - row[i] * found[i]
+                    found[i] = max(0.0, (target[i] - rest) / row[i])
+        predicted = parts @ torch.tensor(found, dtype=torch.float64)
+    return [c / top for c, top in zip(found, largest.tolist(), strict=True)]

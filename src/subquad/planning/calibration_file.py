@@ -1,0 +1,171 @@
+"""The calibration of this machine, kept in the user's cache folder.
+
+A file that is damaged, or belongs to another machine, version or number of threads, is never trusted but made again.
+"""
+
+import json
+import math
+import os
+import platform
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+try:
+    import fcntl
+except ImportError:  # Windows has no fcntl: two processes may then measure at once.
+    fcntl = None  # type: ignore[assignment]
+
+from subquad import native
+from subquad.planning.calibration import Progress, calibrate, grid_once
+from subquad.planning.seconds import Calibration, name_of, work
+from subquad.planning.shape import Shape
+
+VERSION = 7  # of the file, and of the work that the coefficients are for
+
+
+def machine(device: torch.device, dtype: torch.dtype) -> dict[str, str | int]:
+    """Return everything that a calibration depends on."""
+    if device.type == "cpu":
+        name = _cpu()
+    else:
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return {
+        "version": VERSION, "device": f"{device.type}: {name}", "dtype": str(dtype), "threads": torch.get_num_threads(),
+        "torch": torch.__version__, "native": str(native.status().instructions if native.available() else None),
+    }  # fmt: skip
+
+
+@lru_cache(maxsize=1)
+def _cpu() -> str:
+    """Return the processor's model and number of cores."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return f"{platform.machine()} {model or platform.processor()} x{os.cpu_count()}"
+
+
+def cache_folder() -> Path:
+    """Return $SUBQUAD_CACHE, or `subquad` in the user's cache folder."""
+    if own := os.environ.get("SUBQUAD_CACHE"):
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "subquad"
+
+
+def file_of(of: dict[str, str | int]) -> Path:
+    """Return the file for a machine."""
+    words = "-".join(str(of[part]) for part in ("device", "dtype", "threads", "torch", "native"))
+    return cache_folder() / f"calibration-{''.join(c if c.isalnum() or c in '.-' else '_' for c in words)}.json"
+
+
+def cached(device: torch.device, dtype: torch.dtype = torch.float32) -> Calibration | None:
+    """Return the calibration that an earlier run left, if it is valid for this machine."""
+    of = machine(device, dtype)
+    try:
+        path = file_of(of)
+        changed = path.stat().st_mtime_ns
+    except (OSError, RuntimeError):  # no such file, or no home folder
+        return None
+    return _read(path, changed, json.dumps(of), device.type)
+
+
+@lru_cache(maxsize=8)
+def _read(path: Path, changed: int, of: str, device: str) -> Calibration | None:
+    names = {name_of(*call) for call in grid_once()}
+    lengths = {name_of(*call): len(work(*call)) for call in grid_once()}
+    try:
+        content = json.loads(path.read_text())
+        found = content["coefficients"]
+        whole = (
+            content["machine"] == json.loads(of)
+            and found.keys() == names
+            and all(len(found[name]) == lengths[name] for name in names)
+            and all(isinstance(c, float) and 0 <= c < math.inf for row in found.values() for c in row)
+            and all(any(row) for row in found.values())
+        )
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        return None
+    return Calibration(found, device) if whole else None
+
+
+def calibration(
+    device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, progress: Progress | None = None
+) -> Calibration:
+    """Return the calibration from the cache, or measure the machine and store it."""
+    device = usable(device)
+    found = cached(device, dtype)
+    if found is not None:
+        return found
+    of = machine(device, dtype)
+    try:
+        path = file_of(of)
+    except RuntimeError as error:  # no home folder
+        raise _cannot_write(error) from None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _alone(path.parent):
+            return cached(device, dtype) or calibrate_into(path, of, partial(calibrate, device, dtype, progress))
+    except OSError as error:
+        raise _cannot_write(error) from None
+
+
+def calibrate_into(path: Path, of: dict[str, str | int], measure: Callable[[], Calibration]) -> Calibration:
+    """Measure, and write the result atomically."""
+    handle, temporary = tempfile.mkstemp(prefix=".calibration-", dir=path.parent)  # before the work
+    os.close(handle)
+    try:
+        made = measure()
+        with open(temporary, "w") as file:
+            json.dump({"machine": of, "coefficients": made.coefficients}, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        Path(temporary).unlink(missing_ok=True)
+    return made
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Admit one process at a time: two that measure at once would measure each other."""
+    if fcntl is None:
+        yield
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)  # also released when the process is killed
+        yield
+    finally:
+        os.close(handle)
+
+
+def usable(device: torch.device | str) -> torch.device:
+    """Return the device, or raise ValueError if torch cannot compute on it here."""
+    try:
+        found = torch.zeros(1, device=device)
+        found.tolist()  # fails on "meta", where nothing is computed
+        return found.device
+    except (RuntimeError, AssertionError, TypeError) as error:
+        why = str(error).strip().splitlines()[0]
+        raise ValueError(f"device: expected one that torch can use here, got {device!r}: {why}") from None
+
+
+def predicted_seconds(
+    method: Any, shape: Shape, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32,
+    progress: Progress | None = None,
+) -> float:  # fmt: skip
+    """Return how long a call takes on this machine, which is calibrated on first use."""
+    return calibration(device, dtype, progress).seconds(method, shape)
+
+
+def _cannot_write(error: Exception) -> PermissionError:
+    return PermissionError(
+        f"cache: cannot write the calibration of this machine ({error}); set SUBQUAD_CACHE to a folder for it"
+    )

@@ -1,0 +1,54 @@
+"""The methods that a plan considers, and their errors: predicted from the logit range, or measured on a sample.
+
+Each method says itself which of its values are worth considering (`Method.candidates`). Without a sample the number of
+random features that just meets the budget is added; with one, methods that center the keys, and Multipole.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from math import ceil, sqrt
+from typing import Any
+
+from subquad._calls.call import Call
+from subquad.methods import BUILT_IN, Exact, RandomFeatures
+from subquad.methods.error_estimate import NO_ERROR, UNKNOWN_ERROR, ErrorEstimate, LogitRange, as_range
+from subquad.methods.random_features import CANDIDATE_COUNTS
+from subquad.planning.error import error, needed_features
+
+MEASURED_COUNT = 256  # random features that are measured; the error of other numbers is inferred
+Errors = dict[Any, ErrorEstimate]
+
+
+def predicted_errors(logit_range: LogitRange | None, width: int, max_error: float) -> Errors:
+    """Return candidates and their errors, from the logit range alone."""
+    methods: list[Any] = [method for kind in BUILT_IN for method in kind.candidates(width)]
+    if logit_range is not None:
+        reach = 2 * max(map(abs, as_range(logit_range)))
+        for kind in ("positive", "hyperbolic"):
+            needed = needed_features(max_error, reach, kind)
+            if needed <= CANDIDATE_COUNTS[-1]:
+                methods.append(RandomFeatures(16 * ceil(needed / 16), kind))
+    found = {m: UNKNOWN_ERROR if logit_range is None else error(m, logit_range=logit_range) for m in methods}
+    return {Exact(): NO_ERROR, **found}
+
+
+def measured_errors(
+    call: Call, width: int, measure: Callable[[Any], ErrorEstimate], offered: tuple[Any, ...]
+) -> Errors:
+    """Return candidates and their errors on a sample, with the keys as they are and with their mean subtracted."""
+    keys = call.layout.fold_key(call.key).unflatten(0, (-1, call.layout.key_heads))
+    center = keys.double().mean((0, 2))  # (key heads, d)
+    found: Errors = {Exact(): NO_ERROR}
+    plain: list[Any] = [method for kind in BUILT_IN for method in kind.candidates(width)]
+    centered: list[Any] = [replace(m, key_shift=center) for m in plain if "key_shift" in m.__dataclass_fields__]
+    for method in (*plain, *centered):
+        if not isinstance(method, RandomFeatures):
+            found[method] = measure(method)
+        elif method.num_features == MEASURED_COUNT:
+            # The error should fall with the root of the number of features; where the weights are far off it does not,
+            # so no candidate is taken for that alone.
+            own = found[method] = measure(method)
+            for count in CANDIDATE_COUNTS:
+                inferred = ErrorEstimate((own.relative or 0.0) * sqrt(MEASURED_COUNT / count), "prediction")
+                found.setdefault(replace(method, num_features=count), inferred)
+    return found | {method: measure(method) for method in offered}

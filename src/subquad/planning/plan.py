@@ -1,0 +1,217 @@
+"""Which method to use: the fastest within an error budget, and the reason in a sentence.
+
+time      from the calibration of this machine (`seconds`)
+memory    counted (`cost`)
+error     from the logit range (`error`), or measured on a sample (`measured_error`)
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from subquad import native
+from subquad._calls.call import Call
+from subquad._engines import engine_of
+from subquad.methods import AnyMethod, Multipole, label_of
+from subquad.methods.error_estimate import ErrorEstimate, LogitRange, check_max_error
+from subquad.methods.method import feature_method
+from subquad.planning.calibration import Progress
+from subquad.planning.calibration_file import calibration
+from subquad.planning.candidates import Errors, measured_errors, predicted_errors
+from subquad.planning.cost import cost_of
+from subquad.planning.measured_error import SAMPLE_MARGIN, error_meter
+from subquad.planning.reason import Situation, reason_for
+from subquad.planning.rows import sampled_call
+from subquad.planning.shape import Shape, check_dtype
+from subquad.planning.text import duration
+
+MAX_SIZE = 1 << 28  # of any size of a plan
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A method in a form, and what is predicted for it."""
+
+    method: AnyMethod
+    form: str  # "exact", "dense", "linear", "chunked" or "fused"
+    seconds: float
+    peak_bytes: int
+    error: ErrorEstimate
+    is_chosen_form: bool  # whether `attention` takes this form by itself
+    is_acceptable: bool
+
+    @property
+    def name(self) -> str:
+        return label_of(self.method)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `plan` found: the method to use, why, and all candidates, the fastest first. Prints as a table."""
+
+    method: AnyMethod
+    reason: str
+    candidates: tuple[Candidate, ...]
+    max_error: float
+
+    @property
+    def choice(self) -> Candidate:
+        """The candidate that was chosen."""
+        return next(c for c in self.candidates if c.method == self.method and c.is_chosen_form)
+
+    def rows(self) -> Iterator[tuple[str, ...]]:
+        """Yield the cells of the table."""
+        for c in self.candidates:
+            within = "unknown" if c.error.relative is None else "yes" if c.is_acceptable else "no"
+            mark = "yes, chosen" if c is self.choice else within
+            yield c.name, c.form, duration(c.seconds), f"{c.peak_bytes / 2**20:,.1f} MiB", str(c.error), mark
+
+    def __str__(self) -> str:
+        table = [COLUMNS, *self.rows()]
+        widths = [max(len(row[i]) for row in table) for i in range(len(COLUMNS))]
+        left = (0, 1, 4, 5)
+        padded = (
+            (cell.ljust(w) if i in left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True)))
+            for row in table
+        )
+        return "\n".join([*("  ".join(cells).rstrip() for cells in padded), "", self.reason])
+
+
+COLUMNS = ("method", "form", "time", "peak memory", "relative error", "within budget")
+
+
+def plan(
+    *, query_length: int | None = None, key_length: int | None = None, head_dim: int | None = None,
+    value_dim: int | None = None, heads: int | None = None, key_heads: int | None = None, batch: int | None = None,
+    is_causal: bool = False, training: bool = False, max_error: float = 0.05, logit_range: LogitRange | None = None,
+    sample: tuple[Tensor, Tensor, Tensor] | None = None, scale: float | None = None,
+    device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, progress: Progress | None = None,
+) -> Plan:  # fmt: skip
+    """Return the fastest method for a shape whose relative error is at most `max_error`.
+
+    The machine is benchmarked on first use, in about half a minute.
+
+    Args:
+        query_length: As for `cost`, and so are the other sizes; sizes that are not given are taken from the sample.
+        key_length: As for `cost`.
+        head_dim: As for `cost`.
+        value_dim: As for `cost`.
+        heads: As for `cost`.
+        key_heads: As for `cost`.
+        batch: As for `cost`.
+        is_causal: As for `cost`.
+        training: As for `cost`.
+        max_error: The relative error that is allowed.
+        logit_range: The range of the scaled logits, (low, high), or one number for both signs. Errors are then
+            predicted, for values that do not depend on the logits, and for queries and keys of similar norm.
+        sample: Query, key and value, as for `attention`. Errors are then measured, and methods that center the keys, as
+            well as Multipole, are candidates too. The result holds for inputs like the sample, and as long as it.
+        scale: With a sample, as for `attention`.
+        device: Where to compute.
+        dtype: Dtype of the inputs.
+        progress: Called with (calls measured, calls in all) while the machine is benchmarked.
+
+    Example:
+        >>> found = plan(query_length=1_000_000, head_dim=16, logit_range=0.5)
+        >>> found.method
+        Taylor(degree=2, basis='symmetric', key_shift=None)
+        >>> print(found.reason.partition(":")[0], found.choice.error, sep=": ")
+        Taylor(2): up to about 0.022
+        >>> print(plan(query_length=4096, head_dim=64, logit_range=20).reason)  # doctest: +ELLIPSIS
+        Exact(): no feature map is accurate enough. With logits ... random features. Multipole() may be: pass ...
+    """
+    check_max_error(max_error)
+    check_dtype(dtype)
+    if logit_range is not None and sample is not None:
+        raise ValueError("sample: expected either logit_range or a sample, got both")
+    if sample is None and scale is not None:
+        raise ValueError(f"scale: expected None without a sample, because logit_range is already scaled, got {scale!r}")
+    call = None if sample is None else _checked_sample(sample, is_causal, scale)
+    sizes = dict(query_length=query_length, key_length=key_length, head_dim=head_dim, value_dim=value_dim, heads=heads,
+                 key_heads=key_heads, batch=batch)  # fmt: skip
+    sizes = sizes if call is None else _completed(call, sizes)
+    for name in ("query_length", "head_dim"):
+        if sizes[name] is None:
+            raise ValueError(f"{name}: expected a whole number, or a sample to take it from, got None")
+    given: dict[str, Any] = {name: size for name, size in sizes.items() if size is not None}
+    shape = Shape.of(**given, is_causal=is_causal, training=training, least_length=1, most=MAX_SIZE)
+    machine = calibration(device, dtype, progress)
+    situation = Situation(shape, machine, max_error, logit_range, None if call is None else call.layout.keys)
+    if call is None:
+        errors = predicted_errors(logit_range, shape.head_dim, max_error)
+        candidates = _all_candidates(errors, situation, dtype)
+    else:
+        candidates = _measured_candidates(call, situation, dtype)
+    best = _best(candidates)
+    return Plan(best.method, reason_for(best, candidates, situation), tuple(candidates), max_error)
+
+
+def _checked_sample(sample: Any, is_causal: bool, scale: float | None) -> Call:
+    if not isinstance(sample, tuple | list) or len(sample) != 3 or not all(isinstance(x, Tensor) for x in sample):
+        kinds = [type(x).__name__ for x in sample] if isinstance(sample, tuple | list) else type(sample).__name__
+        raise ValueError(f"sample: expected three tensors, a query, a key and a value, got {kinds}")
+    call = sampled_call(*sample, is_causal=is_causal, scale=scale, enable_gqa=True)
+    if not all(bool(x.isfinite().all()) for x in sample):
+        raise ValueError("sample: expected finite numbers, got NaN or infinity among them")
+    if call.is_empty or not bool(call.value.any()):
+        raise ValueError("sample: expected queries, keys and values that are not all 0, got none")
+    return call
+
+
+def _completed(call: Call, sizes: dict[str, int | None]) -> dict[str, int | None]:
+    """Return the given sizes, completed from the sample's."""
+    layout = call.layout
+    found: dict[str, int | None] = {
+        "query_length": layout.queries, "key_length": layout.keys, "head_dim": layout.width,
+        "value_dim": layout.value_width, "heads": layout.key_heads * layout.group, "key_heads": layout.key_heads,
+        "batch": layout.rows // max(1, layout.key_heads),
+    }  # fmt: skip
+    name = "heads" if sizes["key_heads"] is None else "key_heads"
+    if sizes[name] is not None and sizes[name] != layout.key_heads:
+        raise ValueError(f"{name}: expected {layout.key_heads} key heads, like the sample's, got {sizes[name]}")
+    if sizes["head_dim"] not in (None, layout.width):
+        raise ValueError(f"sample: expected width {sizes['head_dim']}, as head_dim, got {layout.width}")
+    if sizes["query_length"] is not None:  # Keys then follow the queries, not the sample,
+        found["key_length"] = None
+    if sizes["heads"] is not None:  # and key heads the heads.
+        found["key_heads"] = None
+    return {name: found[name] if size is None else size for name, size in sizes.items()}
+
+
+def _measured_candidates(call: Call, situation: Situation, dtype: torch.dtype) -> list[Candidate]:
+    """Return all candidates, with errors measured on the sample; the best one's is never just inferred."""
+    measure = error_meter(call)
+    # Without the kernels, and in the backward pass, Multipole is slower than exact attention.
+    is_fast = native.available() and situation.machine.device == "cpu" and not situation.shape.training
+    errors = measured_errors(call, situation.shape.head_dim, measure, (Multipole(),) if is_fast else ())
+    while True:
+        candidates = _all_candidates(errors, situation, dtype)
+        best = _best(candidates)
+        if engine_of(best.method) == "exact" or best.error.known_by != "prediction":
+            return candidates
+        errors[best.method] = measure(best.method)
+
+
+def _best(candidates: list[Candidate]) -> Candidate:
+    return next(c for c in candidates if c.is_acceptable and c.is_chosen_form)
+
+
+def _all_candidates(errors: Errors, situation: Situation, dtype: torch.dtype) -> list[Candidate]:
+    """Return every method in each of its forms, the fastest first."""
+    found = (c for method, error in errors.items() for c in _in_forms(method, error, situation, dtype))
+    return sorted(found, key=lambda c: c.seconds)
+
+
+def _in_forms(method: Any, error: ErrorEstimate, situation: Situation, dtype: torch.dtype) -> Iterator[Candidate]:
+    machine, shape = situation.machine, situation.shape
+    is_acceptable = error.is_within(situation.max_error / (SAMPLE_MARGIN if error.known_by == "sample" else 1.0))
+    chosen = machine.form_of(method, shape)
+    forms = [chosen]
+    if engine_of(method) == "features" and chosen != "fused" and feature_method(method).normalizer != "feature":
+        forms = ["dense", "chunked" if shape.is_causal else "linear"]
+    for form in forms:
+        peak = cost_of(method, shape, form, dtype).peak_bytes
+        yield Candidate(method, form, machine.seconds(method, shape, form), peak, error, form == chosen, is_acceptable)

@@ -1,0 +1,113 @@
+"""Why a plan chose its method, in a sentence or two."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import comb, inf
+from typing import Any
+
+from subquad._engines import engine_of
+from subquad.methods.error_estimate import LogitRange, as_range
+from subquad.planning.crossover import find_crossover
+from subquad.planning.error import MAX_DEGREE, needed_degree, needed_features
+from subquad.planning.measured_error import SAMPLE_MARGIN
+from subquad.planning.seconds import Calibration
+from subquad.planning.shape import Shape
+from subquad.planning.text import duration, many, rounded, short
+
+MAX_USEFUL_FEATURES = 1 << 26  # More features than a sequence has tokens: then no distribution of logits helps.
+MAX_LENGTH = 1 << 24
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What a plan is for."""
+
+    shape: Shape
+    machine: Calibration
+    max_error: float
+    logit_range: LogitRange | None
+    sample_length: int | None  # keys of the sample, if there is one
+
+
+def reason_for(best: Any, candidates: Sequence[Any], situation: Situation) -> str:
+    """Return why `best` was chosen from the candidates, which are sorted by time."""
+    exact = next(c for c in candidates if engine_of(c.method) == "exact")
+    if best is not exact:
+        return _faster(best, exact, situation)
+    others = [c for c in candidates if c is not exact and c.is_acceptable and c.is_chosen_form]
+    if others:
+        return _fastest_is_exact(exact, others, situation)
+    budget = f"{situation.max_error:g}"
+    if situation.sample_length is not None:
+        closest = min(
+            (c for c in candidates if c is not exact),
+            key=lambda c: inf if c.error.relative is None else c.error.relative,
+        )
+        return (
+            f"Exact(): no approximation stays within {budget} on the sample, with a safety margin of "
+            f"{SAMPLE_MARGIN:g}; the closest, {closest.name}, has a relative error of {closest.error}."
+        )
+    if situation.logit_range is None:
+        return (
+            f"Exact(): nothing is known about the logits, so no approximation can promise {budget}; pass "
+            "`logit_range=` or `sample=`."
+        )
+    return _needs(situation, situation.logit_range)
+
+
+def _faster(best: Any, exact: Any, situation: Situation) -> str:
+    times = f"{short(exact.seconds / best.seconds)}x faster ({duration(best.seconds)} vs. {duration(exact.seconds)})"
+    given, sample = "", situation.sample_length
+    if best.error.known_by == "prediction" and sample is None and hasattr(best.method, "num_features"):
+        given = ", if queries and keys have similar norms (a sample would tell)"
+    elif sample is not None and sample < situation.shape.key_length:
+        given = f" of a sample of {sample:,} tokens"
+    return (
+        f"{best.name}: {times} than exact attention, with a relative error {best.error}{given}, within "
+        f"{situation.max_error:g}."
+    )
+
+
+def _fastest_is_exact(exact: Any, others: list[Any], situation: Situation) -> str:
+    shape, first = situation.shape, f"Exact(): the fastest at this length, {duration(exact.seconds)}."
+    fastest = others[0]
+    slower = (
+        f"{fastest.name}, the fastest approximation within {situation.max_error:g}, takes {duration(fastest.seconds)}"
+    )
+    if shape.query_length != shape.key_length:
+        return f"{first} {slower}."
+    lengths = {c: _wins_from(exact.method, c.method, situation) for c in others}
+    earliest = min(others, key=lambda c: lengths[c] or inf)
+    if lengths[earliest] is None:
+        return f"{first} {slower}."
+    winner = "it" if earliest is fastest else earliest.name
+    return f"{first} {slower}; {winner} wins from about {lengths[earliest]:,} tokens on."
+
+
+def _wins_from(exact: Any, other: Any, situation: Situation) -> int | None:
+    """Return the length from which on the other method is faster."""
+
+    def price(method: Any) -> Callable[[int], float]:
+        return lambda n: situation.machine.seconds(method, replace(situation.shape, query_length=n, key_length=n))
+
+    return rounded(find_crossover(price(exact), price(other), MAX_LENGTH))
+
+
+def _needs(situation: Situation, logit_range: LogitRange) -> str:
+    """Say what a feature map would need to stay within the budget."""
+    max_error, width = situation.max_error, situation.shape.head_dim
+    degree, reach = needed_degree(max_error, logit_range), max(map(abs, as_range(logit_range)))
+    random, power = needed_features(max_error, 2 * reach), int(min(degree, MAX_DEGREE))
+    series = f"of a degree above {MAX_DEGREE}"
+    if degree < inf:
+        series = f"of degree {degree}, {many(comb(width + power, power))} features at width {width}"
+    needs = (
+        f"With logits up to {reach:g}, a relative error of {max_error:g} needs a Taylor series {series}, or "
+        f"{many(random)} random features"
+    )
+    if min(comb(width + power, power), random) > MAX_USEFUL_FEATURES:
+        return f"Exact(): no feature map is accurate enough. {needs}. Multipole() may be: pass `sample=` to find out."
+    return (
+        f"Exact(): no approximation can promise {max_error:g} from the range alone. {needs}; a sample may show that "
+        "fewer suffice."
+    )

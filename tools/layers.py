@@ -1,0 +1,140 @@
+"""Print the import graph of src/subquad, level by level: `python tools/layers.py [FOLDER]`.
+
+A module is on the level after the highest one that it imports; level 1 imports nothing of ours. Packages are the layers
+of the design, in this order; `tests/test_layers.py` checks that each imports only earlier ones.
+"""
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1] / "src"
+# Each layer may import only itself and earlier ones.
+LAYERS = [
+    "subquad._torch_internals", "subquad.native", "subquad.methods", "subquad._calls", "subquad._engines",
+    "subquad.planning", "subquad.attention", "subquad.nn", "subquad.integrations", "subquad.testing", "subquad",
+]  # fmt: skip
+
+
+class Import(NamedTuple):
+    importer: str
+    imported: str
+    line: int
+    is_deferred: bool  # inside a function
+
+
+def modules_of(root: Path, package: str = "subquad") -> dict[str, Path]:
+    """Return the files of all modules by their dotted names."""
+    found = {}
+    for path in sorted((root / package).rglob("*.py")):
+        parts = path.relative_to(root).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imports_of(root: Path, package: str = "subquad") -> list[Import]:
+    """Return all imports of our own modules, also those inside functions and under TYPE_CHECKING."""
+    modules = modules_of(root, package)
+    return [found for name, path in modules.items() for found in _imports_in(name, path, modules)]
+
+
+def _imports_in(importer: str, path: Path, modules: dict[str, Path]) -> Iterator[Import]:
+    def visit(node: ast.AST, is_deferred: bool) -> Iterator[Import]:
+        for child in ast.iter_child_nodes(node):
+            inside = is_deferred or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+            names: list[str] = []
+            if isinstance(child, ast.Import):
+                names = [alias.name for alias in child.names]
+            elif isinstance(child, ast.ImportFrom) and child.module and not child.level:
+                joined = [f"{child.module}.{alias.name}" for alias in child.names]
+                names = [name if name in modules else child.module for name in joined]
+            elif isinstance(child, ast.ImportFrom):
+                raise ValueError(f"{path}:{child.lineno}: a relative import; expected an absolute one")
+            for name in dict.fromkeys(names):
+                if name in modules and name != importer:
+                    yield Import(importer, name, child.lineno, is_deferred)
+            yield from visit(child, inside)
+
+    return visit(ast.parse(path.read_text()), False)
+
+
+def levels_of(imports: list[Import], modules: dict[str, Path]) -> dict[str, int]:
+    """Return the level of each module; raise ValueError naming a cycle if there is one."""
+    below: dict[str, set[str]] = {name: set() for name in modules}
+    for found in imports:
+        below[found.importer].add(found.imported)
+    levels: dict[str, int] = {}
+
+    def level(name: str, path: tuple[str, ...]) -> int:
+        if name in path:
+            raise ValueError(f"cycle: {' -> '.join((*path[path.index(name) :], name))}")
+        if name not in levels:
+            levels[name] = 1 + max((level(other, (*path, name)) for other in sorted(below[name])), default=0)
+        return levels[name]
+
+    for name in modules:
+        level(name, ())
+    return levels
+
+
+def layer_of(module: str) -> int:
+    """Return the place of a module's layer in LAYERS."""
+    return next(i for i, layer in enumerate(LAYERS) if module == layer or module.startswith(f"{layer}."))
+
+
+def package_levels(imports: list[Import]) -> dict[str, int]:
+    """Return the level of each layer in the graph of layers."""
+    edges = {(layer_of(found.importer), layer_of(found.imported)) for found in imports}
+    found: dict[int, int] = {}
+    for i in range(len(LAYERS)):
+        found[i] = 1 + max((found[b] for a, b in edges if a == i and b < i), default=0)
+    return {LAYERS[i]: level for i, level in found.items()}
+
+
+def faults_of(imports: list[Import]) -> list[str]:
+    """Return every import that the rules forbid."""
+    found = []
+    for item in imports:
+        where = f"{item.importer}, line {item.line}, imports {item.imported}"
+        if item.is_deferred:
+            found.append(f"{where} inside a function")
+        if layer_of(item.imported) > layer_of(item.importer):
+            found.append(f"{where}, a later layer")
+    return found
+
+
+def _print_layer(layer: str, imports: list[Import], levels: dict[str, int]) -> None:
+    """Print the modules of a layer, each with what it imports of the same layer."""
+    names = [name for name in levels if LAYERS[layer_of(name)] == layer]
+    print(f"  {layer}" + (f": {len(names)} modules" if len(names) > 1 else ""))
+    for name in sorted(names, key=lambda name: (levels[name], name)) if len(names) > 1 else ():
+        used = sorted({i.imported for i in imports if i.importer == name and i.imported in names})
+        short = [other.removeprefix(f"{layer}.") for other in used]
+        print(f"    {name.removeprefix(f'{layer}.')}" + (f" <- {', '.join(short)}" if short else ""))
+
+
+def main() -> int:
+    root = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT
+    imports, modules = imports_of(root), modules_of(root)
+    try:
+        inside = levels_of(imports, modules)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 1
+    of_layers = package_levels(imports)
+    for level in range(1, max(of_layers.values()) + 1):
+        print(f"level {level}")
+        for layer in (name for name, found in of_layers.items() if found == level):
+            _print_layer(layer, imports, inside)
+    faults = faults_of(imports)
+    print(f"{len(modules)} modules, {len(imports)} imports, {max(of_layers.values())} levels of packages, "
+          f"{max(inside.values())} levels of modules, no cycle, {len(faults)} faults")  # fmt: skip
+    for fault in faults:
+        print(f"fault: {fault}", file=sys.stderr)
+    return int(bool(faults))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
