@@ -1,7 +1,7 @@
 """The kernels of src/subquad/native/src, compiled where there is a C++ compiler; everything else is in pyproject.toml.
 
 They are a plain C library that Python opens with ctypes, so neither torch's headers nor Python's are needed, and one
-binary serves all versions of both. Without a compiler the installation goes on, and subquad uses torch alone.
+binary serves all versions of both. Without a compiler the installation continues, and subquad uses only torch.
 """
 
 from glob import glob
@@ -12,7 +12,7 @@ from setuptools.command.build_ext import build_ext
 
 class BuildKernels(build_ext):
     def get_export_symbols(self, extension: Extension) -> list[str]:
-        return []  # It is no module of Python, and has no initialiser.
+        return []  # not a Python module: it has no initializer
 
 
 FOLDER = "src/subquad/native/src"

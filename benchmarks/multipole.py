@@ -58,7 +58,7 @@ class Speed:
 
 @dataclass(frozen=True)
 class Step:
-    """One token after so many."""
+    """One token after a context of this length."""
 
     length: int
     sdpa_us: float

@@ -34,9 +34,9 @@ from subquad_lab.measure import best_seconds
 
 WIDTHS, LENGTHS, RANGES = (16, 32, 64, 128), (256, 512, 1024, 2048, 4096, 8192), (0.1, 0.5, 1.5)
 METHODS = (Taylor(1), Taylor(2), RandomFeatures(64), RandomFeatures(256), Linear("elu"), Separable())
-MOST = 2.5  # Candidates that are predicted to take more than so many times the best are not measured.
+MOST = 2.5  # candidates predicted to take longer than this, relative to the best, are not measured
 TURNS = 3
-SLOW = 1.3  # A choice may take so many times as long as the best.
+SLOW = 1.3  # the longest time of a choice, relative to the best
 
 
 Cell = tuple[AnyMethod, int, int]  # method, length, width

@@ -35,7 +35,7 @@ from subquad_lab import UsageError
 from subquad_lab.planning import calibration_shown, in_options
 from subquad_lab.pretrained import Layer, load, read, watch
 
-LENGTHS = (4096, 16_384, 65_536)  # that speeds are told for
+LENGTHS = (4096, 16_384, 65_536)  # for which speeds are reported
 ROWS = 256  # of each head, for the range of its logits
 SAME = 1e-3  # relative: what another order of rounding may change
 NAMES = [f"{length // 1024}k" for length in LENGTHS]

@@ -195,7 +195,7 @@ def test_the_form_that_is_priced_is_the_one_that_runs_without_kernels(torch_alon
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("name", ["taylor2", "positive", "elu", "separable"])
 def test_work_of_the_kernels_is_that_of_sums_or_pairs(name, is_causal) -> None:
-    """The same products as torch's forms, but for chunks of another length; and a backward of theirs."""
+    """The same products as torch's forms, except for the length of chunks, and a backward pass of their own."""
     for shape in SHAPES[:3]:
         by_kernels = predicted(METHODS[name], shape, is_causal=is_causal)
         if by_kernels.form != "fused":

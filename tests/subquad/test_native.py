@@ -130,7 +130,7 @@ def test_any_strides_and_types(name, dtype) -> None:
 
 
 def test_strides_beyond_32_bits() -> None:
-    """Distances between tokens that need more than 32 bits; pages that nobody touches are free."""
+    """Distances between tokens that need more than 32 bits; untouched pages cost nothing."""
     length, apart = 9, 1 << 29
     q, k, v = (x[0, 0] for x in inputs_of(((1, 1), 1, length, 4, 4), torch.float32))
     far = torch.empty(length * apart, dtype=torch.float32).as_strided((length, 4), (apart, 1))
@@ -196,7 +196,7 @@ def test_numbers_that_are_not_finite_get_no_gradient(name) -> None:
 
 
 class Scaled:
-    """A map that is no module, and yet holds something to be learned."""
+    """A map that is not a module but holds a parameter."""
 
     positive = False
 

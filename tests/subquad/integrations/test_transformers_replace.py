@@ -141,7 +141,7 @@ def test_layers_that_are_left_out_keep_what_they_had(name, side, implementation,
 
 @pytest.mark.parametrize("layers", [None, [0, 1], [2, 4], [3, 5]])
 def test_encoder_and_decoder_may_use_the_same_layer_indices(layers):
-    """Then a layer of the encoder cannot be told apart from the cross-attention that reads the cache."""
+    """Then a layer of the encoder cannot be distinguished from the cross-attention that reads the cache."""
     torch.manual_seed(0)
     sizes = dict(num_hidden_layers=2, hidden_size=16, num_attention_heads=2, intermediate_size=16, **SPECIAL)
     halves = (

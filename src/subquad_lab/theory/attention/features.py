@@ -164,7 +164,7 @@ def normaliser(setting: Setting) -> Finding:
             f"Checked with L = {length}, D = {width}: to {small(distance(normalised(exact, v), softmax))}.",
             "Weights of a series of degree 2 have other sums. Divided by their own, each row sums to 1; divided by the "
             f"exact sums, rows sum to {float(crossed.min()):.3f} ... {float(crossed.max()):.3f}.",
-            f"Rows multiplied by D in the place of divided are {distance(times, softmax):,.0f} times too large.",
+            f"Rows multiplied by D instead of divided are {distance(times, softmax):,.0f} times too large.",
         ],
     )  # fmt: skip
 
