@@ -157,13 +157,9 @@ def normalizer(
     Args:
         query: (..., heads, n, d).
         key: (..., key heads, m, d).
-        attn_mask: As for `attention`.
-        is_causal: As for `attention`.
-        scale: As for `attention`.
-        enable_gqa: As for `attention`.
+        attn_mask, is_causal, scale, enable_gqa: As for `attention`.
         method: A feature map whose weights are divided by their sum.
-        key_padding_mask: As for `attention`.
-        segment_ids: As for `attention`.
+        key_padding_mask, segment_ids: As for `attention`.
 
     Returns:
         (..., heads, n).

@@ -28,13 +28,7 @@ def crossover(
         a: A method or its name.
         b: Another one.
         by: What to compare; "time" uses this machine's calibration, for float32 on the CPU.
-        head_dim: As for `cost`, and so are value_dim, heads, key_heads, batch, is_causal and training.
-        value_dim: As for `cost`.
-        heads: As for `cost`.
-        key_heads: As for `cost`.
-        batch: As for `cost`.
-        is_causal: As for `cost`.
-        training: As for `cost`.
+        head_dim, value_dim, heads, key_heads, batch, is_causal, training: As for `cost`.
         max_length: The longest length to consider.
         seconds: With by="time", what to use instead of the calibration: seconds(method, shape).
 

@@ -31,16 +31,9 @@ def measure_error(
     With as many rows as there are queries it is the error itself.
 
     Args:
-        query: As for `attention`, and so are key, value, the masks, scale and enable_gqa.
-        key: As for `attention`.
-        value: As for `attention`.
-        attn_mask: As for `attention`.
-        is_causal: As for `attention`.
-        scale: As for `attention`.
-        enable_gqa: As for `attention`.
+        query, key, value, attn_mask, is_causal, scale, enable_gqa: As for `attention`.
         method: A method or its name.
-        key_padding_mask: As for `attention`.
-        segment_ids: As for `attention`.
+        key_padding_mask, segment_ids: As for `attention`.
         rows: How many rows of each head to look at.
         seed: Seed for drawing rows.
 
@@ -97,14 +90,7 @@ def logit_range(
     """Return the (lowest, highest) scaled logit that a query can have, or has, with a key that it may see.
 
     Args:
-        query: As for `attention`, and so are key, the masks, scale and enable_gqa.
-        key: As for `attention`.
-        attn_mask: As for `attention`.
-        is_causal: As for `attention`.
-        scale: As for `attention`.
-        enable_gqa: As for `attention`.
-        key_padding_mask: As for `attention`.
-        segment_ids: As for `attention`.
+        query, key, attn_mask, is_causal, scale, enable_gqa, key_padding_mask, segment_ids: As for `attention`.
         rows: None for a rigorous range by the norms, |q_i.k_j| <= |q_i| |k_j|, at O(length * width); or how many rows
             of each head to look at, for the sharp range of those rows, at O(rows * keys).
         seed: Seed for drawing rows.

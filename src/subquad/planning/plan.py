@@ -95,15 +95,8 @@ def plan(
     The machine is benchmarked on first use, in about half a minute.
 
     Args:
-        query_length: As for `cost`, and so are the other sizes; sizes that are not given are taken from the sample.
-        key_length: As for `cost`.
-        head_dim: As for `cost`.
-        value_dim: As for `cost`.
-        heads: As for `cost`.
-        key_heads: As for `cost`.
-        batch: As for `cost`.
-        is_causal: As for `cost`.
-        training: As for `cost`.
+        query_length, key_length, head_dim, value_dim, heads, key_heads, batch, is_causal, training: As for `cost`;
+            sizes that are not given are taken from the sample.
         max_error: The relative error that is allowed.
         logit_range: The range of the scaled logits, (low, high), or one number for both signs. Errors are then
             predicted, for values that do not depend on the logits, and for queries and keys of similar norm.
