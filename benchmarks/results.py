@@ -10,7 +10,6 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import torch
 
 import subquad
@@ -64,6 +63,8 @@ def markdown(name: str, date: str, rows: Sequence[Any]) -> str:
 
 def draw(path: Path, rows: Sequence[Any]) -> None:
     """Time against length, a panel for each shape and task."""
+    import matplotlib
+
     matplotlib.use("svg")
     matplotlib.rcParams["svg.hashsalt"] = "subquad"  # the same figures give the same file
     from matplotlib import pyplot
