@@ -1,0 +1,105 @@
+"""Engines that read a context and then one token at a time, behind one interface: transformers and llama.cpp.
+
+    contestant.prefill(tokens)    reads a context from the beginning; returns the most likely next token
+    contestant.step(token)        reads one more token; returns the most likely next token
+
+Only the logits of the last token are computed.
+"""
+
+import copy
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Contestant(Protocol):
+    """An engine with a cache of its own."""
+
+    name: str
+
+    def prefill(self, tokens: Tensor) -> int: ...
+
+    def step(self, token: int) -> int: ...
+
+    def forget(self) -> None:
+        """Free the cache."""
+
+
+class Transformers:
+    """A transformers model.
+
+    Args:
+        name: The name of the contestant.
+        model: The model.
+        method: The method for `replace_attention`, or None for the model's own attention.
+        passes_cache: Whether the loop passes an empty cache to the first call, or lets the model create one.
+    """
+
+    def __init__(self, name: str, model: Any, method: str | None = None, passes_cache: bool = True) -> None:
+        self.name, self.passes_cache, self.cache = name, passes_cache, None
+        # A copy with the same parameters, since the attention is replaced in place.
+        self.model = copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})
+        if method is not None:
+            from subquad.integrations.transformers import replace_attention
+
+            replace_attention(self.model, method)
+
+    def prefill(self, tokens: Tensor) -> int:
+        self.cache = self._empty_cache() if self.passes_cache else None
+        return self._read(tokens)
+
+    def step(self, token: int) -> int:
+        return self._read(torch.tensor([[token]]))
+
+    def forget(self) -> None:
+        self.cache = None
+
+    @torch.no_grad()
+    def _read(self, tokens: Tensor) -> int:
+        out = self.model(tokens, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        self.cache = out.past_key_values
+        return int(out.logits[0, -1].argmax())
+
+    def _empty_cache(self) -> Any:
+        """Return a cache of states for a replaced attention, otherwise of keys."""
+        from subquad.integrations.transformers import state_cache
+
+        return state_cache(self.model)
+
+
+class LlamaCpp:
+    """llama.cpp on a GGUF file, with flash attention and as many threads as torch has.
+
+    Args:
+        path: The GGUF file.
+        positions: The largest number of tokens that it will hold.
+    """
+
+    name = "llama.cpp"
+
+    def __init__(self, path: Path, positions: int) -> None:
+        from llama_cpp import Llama
+
+        threads = torch.get_num_threads()
+        self.model = Llama(str(path), n_ctx=positions, n_threads=threads, n_threads_batch=threads, flash_attn=True,
+                           verbose=False)  # fmt: skip
+
+    def prefill(self, tokens: Tensor) -> int:
+        self.model.reset()
+        return self._read(tokens[0].tolist())
+
+    def step(self, token: int) -> int:
+        return self._read([token])
+
+    def forget(self) -> None:
+        self.model.reset()
+
+    def _read(self, tokens: list[int]) -> int:
+        import llama_cpp
+        import numpy
+
+        self.model.eval(tokens)
+        logits = llama_cpp.llama_get_logits_ith(self.model.ctx, -1)  # of the last token
+        return int(numpy.ctypeslib.as_array(logits, (self.model.n_vocab(),)).argmax())
