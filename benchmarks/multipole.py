@@ -35,10 +35,8 @@ from subquad_lab.measure import in_turn
 LAYERS, PIECE = (3, 11, 19), 8192
 LENGTHS, CURVE = (1024, 2048, 4096, 8192, 16_384, 32_768, 65_536), 4096  # tokens
 SETTINGS = [replace(Multipole(), **changed) for changed in (
-    {}, {"top": 0}, {"top": 4}, {"top": 8}, {"top": 16}, {"top": 48}, {"top": 64}, {"rank": 0}, {"rank": 1},
-    {"rank": 4}, {"window": 32}, {"window": 256}, {"block": 8, "top": 32, "rank": 1},
-    {"block": 8, "top": 64, "rank": 1}, {"block": 32, "top": 8, "rank": 4}, {"block": 32, "top": 16, "rank": 4},
-    {"block": 64, "top": 4, "rank": 8},
+    {}, {"top": 0}, {"top": 4}, {"top": 8}, {"top": 24}, {"top": 32}, {"top": 64}, {"window": 16}, {"window": 128},
+    {"window": 256}, {"block": 8}, {"block": 8, "top": 32}, {"block": 8, "top": 64},
 )]  # fmt: skip
 
 Inputs = tuple[Tensor, Tensor, Tensor]  # (1, 9, n, d), (1, 3, n, d), (1, 3, n, d)

@@ -382,8 +382,9 @@ def test_a_library_of_other_sources_is_not_used(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize(("name", "mirror"), [
-    ("SubquadTensor", calls.Strided), ("SubquadCall", calls.FeatureCall), ("SubquadLevel", calls.Level),
-    ("SubquadMultipole", calls.MultipoleCall),
+    ("SubquadTensor", calls.Strided), ("SubquadCall", calls.FeatureCall),
+    ("SubquadSegments", calls.SegmentsCall), ("SubquadMultipole", calls.MultipoleCall),
+    ("SubquadMultipoleGradient", calls.MultipoleGradient),
 ])  # fmt: skip
 def test_a_structure_is_what_the_library_takes_it_for(name, mirror) -> None:
     """Names and order of the fields of call.h, which the compiler does not compare with the mirror in Python."""

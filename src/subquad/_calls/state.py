@@ -2,7 +2,7 @@
 
     feature methods  sums = sum_j phi(k_j) [v_j, 1], with the normalizer in the last column: a fixed size
     Exact            the keys and values themselves: grows with the length
-    Multipole        the same, without hidden keys, and the moments of their blocks
+    Multipole        the same, without hidden keys, far ones in blocks with their moments
 
 A sequence cut anywhere, and resumed from its state, gives the result of the whole.
 """
@@ -23,6 +23,7 @@ class WritePermit:
     """Write permission for a shared buffer: only the state whose length equals `length` may append in place."""
 
     length: int
+    prepared: Any = None  # what the steps from here on have in common
 
 
 @dataclass(frozen=True)
@@ -36,13 +37,13 @@ class State:
         poison: (..., heads), 0, or NaN once a non-finite key or value was seen.
         log_scale: The sums are to be multiplied by its exp(): (..., heads, 1), or (..., heads, r) for `Separable`.
         segment: (..., heads), the segment of the last key, where segments are used.
-        keys: (..., heads, length, width), for `Exact` and `Multipole`. Multipole's have room for more keys.
-        values: (..., heads, length, value width), likewise.
+        keys: (..., heads, length, width), for `Exact`.
+        values: (..., heads, length, value width), for `Exact`.
         keep: (..., heads, length), for `Exact`: False where padding hides a key.
         filled: (..., heads), for `Multipole`: how many keys there are.
-        moments: For `Multipole`, the moments of blocks and groups.
-        permit: For `Multipole`, who may write into the room.
-        value_width: For `Multipole`, whose values have rows padded to whole vectors.
+        parts: For `Multipole`, the tensors of its memory, (..., heads, ...) each.
+        widths: For `Multipole`, the widths of keys and values.
+        permit: For `Multipole`, who may write into the room for more keys.
 
     Example:
         >>> from subquad import attention
@@ -66,9 +67,9 @@ class State:
     values: Tensor | None = None
     keep: Tensor | None = None
     filled: Tensor | None = None
-    moments: tuple[Tensor, ...] = ()
+    parts: tuple[Tensor, ...] = ()
+    widths: tuple[int, int] | None = None
     permit: WritePermit | None = field(default=None, compare=False)
-    value_width: int | None = None
 
     def to(self, device: torch.device | str) -> "State":
         """Return the same state on another device."""
@@ -93,27 +94,27 @@ class State:
 
     def _tensors(self) -> dict[str, Tensor]:
         named = {name: getattr(self, name) for name in _TENSORS}
-        named |= {f"moments.{i}": tensor for i, tensor in enumerate(self.moments)}
+        named |= {f"parts.{i}": tensor for i, tensor in enumerate(self.parts)}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> "State":
         changed = {name: function(tensor) for name, tensor in self._tensors().items()}
-        return _made(self.method, self.length, self.value_width, changed)
+        return _made(self.method, self.length, self.widths, changed)
 
 
 _TENSORS = ("sums", "poison", "log_scale", "segment", "keys", "values", "keep", "filled")
 
 
-def _made(method: object, length: int, value_width: int | None, tensors: dict[str, Tensor]) -> State:
+def _made(method: object, length: int, widths: tuple[int, int] | None, tensors: dict[str, Tensor]) -> State:
     """Return the state with these tensors; it may not write into their room, which others may share."""
-    moments = tuple(tensor for name, tensor in tensors.items() if name.startswith("moments."))
+    parts = tuple(tensor for name, tensor in tensors.items() if name.startswith("parts."))
     named: dict[str, Any] = {name: tensor for name, tensor in tensors.items() if name in _TENSORS}
-    return State(method, length, **named, moments=moments, value_width=value_width)
+    return State(method, length, **named, parts=parts, widths=widths)
 
 
 register_container(
     State,
-    lambda state: (list(state._tensors().values()), (state.method, state.length, state.value_width, *state._tensors())),
+    lambda state: (list(state._tensors().values()), (state.method, state.length, state.widths, *state._tensors())),
     lambda tensors, context: _made(context[0], context[1], context[2], dict(zip(context[3:], tensors, strict=True))),
 )
 
@@ -129,21 +130,22 @@ def check_state(state: State, method: Any, layout: Layout, has_segments: bool, d
         and (old is None or new is None or not torch.equal(old, new))
     ):
         raise ValueError("state: expected one made with the same matrix of random projections, got one with another")
-    if state.sums is None and state.keys is None:
+    if state.sums is None and state.keys is None and not state.parts:
         return  # No key has been seen.
     if (state.segment is not None) != has_segments:
         made = "with" if state.segment is not None else "without"
         raise ValueError(f"state: it was made {made} segment_ids; expected the next call {made} them too")
-    lead = (*layout.batch, layout.key_heads)
+    lead, wide = (*layout.batch, layout.key_heads), torch.promote_types(dtype, torch.float32)
+    expected: tuple[int, ...] = (*lead, layout.width, layout.value_width)
     if state.sums is not None:
         found, expected = tuple(state.sums.shape), (*lead, method.size(layout.width), layout.value_width + 1)
-        found_dtype, wanted_dtype = state.sums.dtype, torch.promote_types(dtype, torch.float32)
+        found_dtype, wanted_dtype = state.sums.dtype, wide
+    elif state.widths is not None:
+        assert state.filled is not None
+        found, found_dtype, wanted_dtype = (*state.filled.shape, *state.widths), state.parts[1].dtype, wide
     else:
         assert state.keys is not None and state.values is not None
-        value_width = state.values.shape[-1] if state.value_width is None else state.value_width
-        found = (*state.keys.shape[:-2], state.keys.shape[-1], value_width)
-        expected = (*lead, layout.width, layout.value_width)
-        is_wide = state.filled is not None
-        found_dtype, wanted_dtype = state.keys.dtype, torch.promote_types(dtype, torch.float32) if is_wide else dtype
+        found = (*state.keys.shape[:-2], state.keys.shape[-1], state.values.shape[-1])
+        found_dtype, wanted_dtype = state.keys.dtype, dtype
     if found != expected or found_dtype != wanted_dtype:
         raise ValueError(f"state: expected {expected} in {wanted_dtype} for these inputs, got {found} in {found_dtype}")

@@ -13,14 +13,15 @@ from torch import Tensor
 
 PADDING = 16  # numbers in a row of whole vectors, whatever the instruction set
 PAIR_BLOCK = 64  # tokens of a block of pairs
-LEVELS = 24  # sizes of groups that a Multipole call has room for: more than there can be keys for
+FAN = 16  # blocks of a segment of Multipole
 TYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}  # SubquadType
 # SubquadMap
 MAPS = {
     name: i
     for i, name in enumerate(("taylor", "positive", "hyperbolic", "elu", "relu", "identity", "logged", "separable"))
 }
-NO_MEMORY, POISONED = 1, 2  # results other than 0: the second if an output is not finite
+# Results other than 0: the second if an output is not finite, the third if a segment has to be finished first.
+NO_MEMORY, POISONED, SEGMENT_DUE = 1, 2, 3
 
 
 class Strided(Structure):
@@ -52,13 +53,15 @@ class FeatureCall(Structure):
 FEATURE_CALL = Struct("17q 2d 18q 12q 9q")
 
 
-class Level(Structure):
-    """SubquadLevel."""
+class SegmentsCall(Structure):
+    """SubquadSegments."""
 
     _fields_ = [
-        *((name, c_int64) for name in ("size", "rank", "count", "stride")),
-        *((name, c_void_p) for name in ("keys", "spread", "values")),
-    ]
+        *((name, c_int64) for name in (
+            "wide", "threads", "batch", "width", "values", "block", "raw_panels", "root_count", "segments",
+        )),
+        *((name, c_void_p) for name in ("raw_keys", "raw_values", "base", "first", "last", "table", "roots", "order")),
+    ]  # fmt: skip
 
 
 class MultipoleCall(Structure):
@@ -66,20 +69,37 @@ class MultipoleCall(Structure):
 
     _fields_ = [
         *((name, c_int64) for name in (
-            "wide", "threads", "batch", "group", "queries", "keys", "width", "values", "block", "sinks", "top",
-            "opened", "grouped_from", "least_group", "groups_count", "k_batch", "v_batch",
+            "wide", "threads", "batch", "group", "queries", "width", "values", "block", "sinks", "window", "top",
+            "looks", "opened", "grouped_from", "raw_panels", "root_count",
         )),
         ("widest", c_double),
-        *((name, c_void_p) for name in ("q", "k", "v", "sees", "far")),
-        ("blocks", Level), ("groups", Level * LEVELS),
-        ("output", c_void_p),
+        *((name, c_void_p) for name in (
+            "q", "sink_keys", "sink_values", "raw_keys", "raw_values", "base", "sees", "table", "roots", "output",
+            "level", "chosen", "opened_segments", "key", "value", "keep", "filled",
+        )),
+    ]  # fmt: skip
+
+
+class MultipoleGradient(Structure):
+    """SubquadMultipoleGradient."""
+
+    _fields_ = [
+        ("call", MultipoleCall), ("segments", c_int64), ("parts", c_int64),
+        *((name, c_void_p) for name in (
+            "output_grad", "sink_rows", "sink_value_panels", "raw_rows", "raw_value_panels", "block_rows",
+            "block_value_panels", "centers", "mean_panels", "root_centers", "root_mean_panels", "q_grad",
+            "sink_key_grads", "sink_value_grads", "raw_key_grads", "raw_value_grads", "block_key_grads",
+            "block_value_grads", "center_grads", "mean_grads", "square_grads", "root_center_grads",
+            "root_mean_grads", "root_square_grads",
+        )),
     ]  # fmt: skip
 
 
 INTERFACE = (
     f"types {' '.join(str(kind).removeprefix('torch.') for kind in TYPES)}; maps {' '.join(MAPS)}; "
-    f"results ok no_memory poisoned; padding {PADDING}; pair block {PAIR_BLOCK}; levels {LEVELS}; "
-    f"call {ctypes.sizeof(FeatureCall)}; multipole {ctypes.sizeof(MultipoleCall)}"
+    f"results ok no_memory poisoned segment_due; padding {PADDING}; pair block {PAIR_BLOCK}; fan {FAN}; "
+    f"call {ctypes.sizeof(FeatureCall)}; multipole {ctypes.sizeof(MultipoleCall)}; "
+    f"gradient {ctypes.sizeof(MultipoleGradient)}; segments {ctypes.sizeof(SegmentsCall)}"
 )
 assert FEATURE_CALL.size == ctypes.sizeof(FeatureCall)
 

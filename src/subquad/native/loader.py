@@ -20,6 +20,9 @@ class Library(NamedTuple):
     backward: Callable[[Any], int]
     step: Callable[[Any], int]
     multipole: Callable[[Any], int]
+    multipole_step: Callable[[Any], int]
+    multipole_backward: Callable[[Any], int]
+    segments: Callable[[Any], int]
     instructions: str
 
 
@@ -53,6 +56,9 @@ def open_library(file: Path) -> Library:
         library.subquad_backward,
         library.subquad_step,
         library.subquad_multipole,
+        library.subquad_multipole_step,
+        library.subquad_multipole_backward,
+        library.subquad_segments,
     )
     for function in functions:
         function.argtypes, function.restype = [c_void_p], c_int

@@ -162,7 +162,7 @@ def _faster(query: Tensor, shape: Shape, check_rows: int) -> list[Any]:
     limit = (MAX_TIME_SHARE - 2 * check_rows / shape.query_length) * price(Exact())
     maps = [*map(Taylor, (1, 2, 3, 4)), *(RandomFeatures(count, "hyperbolic") for count in (64, 256, 1024))]
     prices: dict[Any, float] = {m: price(m) for m in maps if m.size(shape.head_dim) <= 4 * shape.key_length}
-    if native.available() and query.device.type == "cpu" and not shape.training:
+    if native.available() and query.device.type == "cpu":
         prices[Multipole()] = 2 * price(Multipole())  # It is measured by computing all of it.
     return sorted((method for method, p in prices.items() if p < limit), key=lambda method: prices[method])
 

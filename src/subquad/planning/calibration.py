@@ -37,7 +37,7 @@ def grid() -> Iterator[tuple[Any, str, Shape]]:
             for d in EXACT_WIDTHS:
                 for n in EXACT_LENGTHS:
                     yield Exact(), "exact", _sized(shape, n, d, 8 if n < 2048 else 4096 // n)
-            if native.available() and not training:
+            if native.available():
                 for d in (32, 64):
                     for n in (256, 1024, 4096):
                         yield Multipole(), "fused", _sized(shape, n, d, 8 if n < 2048 else 2)

@@ -86,7 +86,7 @@ def cost(
 def is_fused(method: object, shape: Shape, dtype: torch.dtype) -> bool:
     """Return whether the native kernels compute a call of this shape."""
     if engine_of(method) == "multipole":
-        return native.available() and not shape.training
+        return native.available()
     return is_fusable(feature_method(method), shape.layout, dtype, is_causal=shape.is_causal)
 
 

@@ -177,8 +177,8 @@ def _completed(call: Call, sizes: dict[str, int | None]) -> dict[str, int | None
 def _measured_candidates(call: Call, situation: Situation, dtype: torch.dtype) -> list[Candidate]:
     """Return all candidates, with errors measured on the sample; the best one's is never just inferred."""
     measure = error_meter(call)
-    # Without the kernels, and in the backward pass, Multipole is slower than exact attention.
-    is_fast = native.available() and situation.machine.device == "cpu" and not situation.shape.training
+    # Without the kernels, Multipole is slower than exact attention.
+    is_fast = native.available() and situation.machine.device == "cpu"
     errors = measured_errors(call, situation.shape.head_dim, measure, (Multipole(),) if is_fast else ())
     while True:
         candidates = _all_candidates(errors, situation, dtype)

@@ -21,7 +21,7 @@ from subquad.methods.method import FeatureMethod, Method, feature_method
 from subquad.methods.multipole import Multipole
 from subquad.planning.feature_cost import form_of
 from subquad.planning.flops import kernel_schedule
-from subquad.planning.multipole_cost import met, moments_flops
+from subquad.planning.multipole_cost import met, segment_flops
 from subquad.planning.shape import Shape, seen_pairs
 
 EXACT_LENGTHS, EXACT_WIDTHS = (128, 256, 512, 1024, 2048, 4096), (16, 64, 128)
@@ -62,7 +62,7 @@ def _exact_work(shape: Shape) -> list[float]:
 def _multipole_work(method: Multipole, shape: Shape) -> list[float]:
     width, (queries, tokens) = shape.head_dim + shape.value_dim, _tokens(shape)
     reads = shape.batch * shape.heads * met(method, shape) * width
-    return [1.0, reads, queries, shape.batch * shape.key_heads * moments_flops(method, shape), tokens * width]
+    return [1.0, reads, queries, shape.batch * shape.key_heads * segment_flops(method, shape), tokens * width]
 
 
 def _pair_width(method: FeatureMethod, shape: Shape) -> int:
@@ -143,7 +143,7 @@ class Calibration:
         name, parts = name_of(method, form, shape), work(method, form, shape)
         if name not in self.coefficients:  # Multipole is only measured with the kernels.
             raise ValueError(
-                f"method: no timing model for {label_of(method)} in training, without native kernels, or off the CPU; "
+                f"method: no timing model for {label_of(method)} without native kernels, or off the CPU; "
                 "expected another method"
             )
         return math.fsum(c * w for c, w in zip(self.coefficients[name], parts, strict=True))

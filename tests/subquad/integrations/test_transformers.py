@@ -22,7 +22,7 @@ from subquad.integrations.transformers import StateLayer, replace_attention, sta
 from tiny_models import LENGTH, WORDS, inputs, padding, prompt, real, tiny
 
 METHODS = {"taylor": Taylor(2), "random": RandomFeatures(32, seed=3), "elu": Linear("elu"),
-           "multipole": Multipole(window=3, sinks=1, block=2, top=1, rank=1)}  # fmt: skip
+           "multipole": Multipole(window=3, sinks=1, block=2, top=1)}  # fmt: skip
 EVERY = {"exact": Exact(), **METHODS}
 DECODERS = ["gpt2", "llama"]
 SIDES = [None, "left", "right"]

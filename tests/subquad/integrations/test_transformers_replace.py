@@ -98,7 +98,7 @@ def test_one_query_with_a_mask_of_the_others_is_as_causal_as_its_layer(side, imp
     """A matrix of one row does not show whether the mask is causal, which Multipole's window depends on."""
     model = tiny("llama")
     model.set_attn_implementation(implementation)
-    with replace_attention(model, Multipole(window=3, sinks=1, block=2, top=1, rank=1), layers=[1]):
+    with replace_attention(model, Multipole(window=3, sinks=1, block=2, top=1), layers=[1]):
         given = dict(max_new_tokens=12, min_new_tokens=12, do_sample=False, return_dict_in_generate=True,
                      output_logits=True)  # fmt: skip
         cached = model.generate(**prompt("llama", side), **given)

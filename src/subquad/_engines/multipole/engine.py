@@ -1,12 +1,13 @@
 """The engine of Multipole: sequences and segments, from the call to the meeting of queries with keys.
 
-    keys of the call -> memory of all keys and their moments -> which keys and blocks each query sees -> meet
+    keys of the call -> memory of all keys, far ones in blocks -> how many keys each query sees -> meet
 
 Axes: b batch and key heads, g query heads per key head, n queries, m keys, d width, e value width, p segments,
 l tokens of a segment.
 """
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -15,33 +16,40 @@ from torch.nn import functional as F
 
 from subquad._calls.call import Call
 from subquad._engines.finite import cleaned, poison_of, widen
-from subquad._engines.multipole.meet import is_served, meet
-from subquad._engines.multipole.memory import Memory, appended, folded, unfolded
+from subquad._engines.multipole.gradient import differentiable
+from subquad._engines.multipole.meet import meet
+from subquad._engines.multipole.memory import Memory, appended, poison_of_keys, settled
+from subquad._engines.multipole.native_call import is_served, meet_natively
+from subquad._engines.multipole.state import folded, unfolded
+from subquad._engines.multipole.step import stepped
 from subquad._engines.result import Result
 from subquad._torch_internals import in_vmap
 from subquad.methods.multipole import Multipole
-from subquad.native.calls import padded
+from subquad.native.calls import PADDING, padded
 
 
 class Mode(NamedTuple):
     """How a call is computed."""
 
     is_causal: bool
-    is_growing: bool  # room is left for keys to come
-    is_recorded: bool  # autograd records the call, so nothing may be overwritten
-    by_torch: bool  # by torch's operations, also where the kernels would serve
+    is_growing: bool  # the memory is wanted
+    use_kernels: bool
+    is_recorded: bool  # by autograd
 
 
 def run(method: Multipole, call: Call, form: str | None = None) -> Result:
     """Compute the call; the form "dense" or "chunked" asks for torch's operations."""
     call = call.factored()
+    by_torch = form in ("dense", "chunked")
+    if not by_torch and not call.is_autocast and (done := stepped(method, call)) is not None:
+        return done
     # The choice of blocks decides what is computed: nothing that a compiled graph could hold.
     attend = torch.compiler.disable(_attend) if torch.compiler.is_compiling() else _attend
     wide: AbstractContextManager[Any] = nullcontext()
     if call.is_autocast:
         wide = torch.autocast(call.layout.device.type, enabled=False)
     with wide:
-        result: Result = attend(method, call, form in ("dense", "chunked"))
+        result: Result = attend(method, call, by_torch)
         return result._replace(output=call.unfolded(result.output))
 
 
@@ -55,49 +63,62 @@ def _attend(method: Multipole, call: Call, by_torch: bool) -> Result:
     q, k, v = call.folded()
     q = widen(q) * call.logit_scale
     k, v, width = widen(k), widen(v), v.shape[-1]
-    poison = poison_of(q)
-    q = cleaned(q)
-    v = F.pad(v, (0, padded(width) - width))
-    before = None if call.state is None or call.state.keys is None else folded(call.state, call.layout)
-    given = (q, k, v) if before is None else (q, k, v, before.keys, before.values)
+    before = None if call.state is None or not call.state.parts else folded(call.state, call.layout)
+    given = (q, k, v) if before is None else (q, k, v, before.raw_keys, *before.pages)
     is_recorded = torch.is_grad_enabled() and any(x.requires_grad for x in given)
-    mode = Mode(call.is_causal, call.return_state, is_recorded, by_torch)
-    memory: Memory | None
-    if call.segments is None:
-        output, memory = _in_order(method, q, k, v, call.keep(), before, mode)
-    else:
-        output, memory = _in_segments(method, q, k, v, call.keep(), call.segments, before, mode)
-    output = output[..., :width] + poison[..., None]
+    use_kernels = not by_torch and is_served(*given) and not (is_recorded and call.is_stateful)
+    v = v if width % PADDING == 0 else F.pad(v, (0, padded(width) - width))
+    mode = Mode(call.is_causal, call.return_state, use_kernels, is_recorded)
+    output, memory = _computed(method, call, q, k, v, before, mode)
     state = None
     if call.return_state and memory is not None:
         state = unfolded(memory, method, call.layout, call.last_segment, width)
-    return Result(output, state, "fused" if is_served(q, k, v, is_recorded or by_torch) else "dense")
+    output = output if width == v.shape[-1] else output[..., :width]
+    return Result(output, state, "fused" if use_kernels else "dense")
+
+
+def _computed(
+    method: Multipole, call: Call, q: Tensor, k: Tensor, v: Tensor, before: Memory | None, mode: Mode
+) -> tuple[Tensor, Memory | None]:
+    """Return the output (b, g, n, e), with poison, and the new memory."""
+    poison = poison_of(q)
+    if call.segments is None:
+        output, memory = _in_order(method, cleaned(q), k, v, call.keep(), before, mode)
+    else:
+        output, memory = _in_segments(method, cleaned(q), k, v, call.keep(), call.segments, before, mode)
+    return output + poison[..., None], memory
 
 
 def _in_order(
     method: Multipole, q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, before: Memory | None, mode: Mode
-) -> tuple[Tensor, Memory]:
+) -> tuple[Tensor, Memory | None]:
     """Compute queries and keys of one sequence per row; return the output and the new memory."""
     n, m = q.shape[2], k.shape[1]
-    memory, poison = appended(method, before, k, v, keep, mode.is_growing, mode.is_recorded)
-    old = torch.zeros_like(memory.filled) if before is None else before.filled
-    if mode.is_causal:  # The last of the new keys that a query sees; without a state, row i has key i.
-        last = torch.arange(n, device=k.device) + (0 if before is None else m - n)
-        upto = (last + 1).clamp(0, m)
-        counted = upto if keep is None else F.pad(keep.cumsum(1), (1, 0))[:, upto]
-        sees, row_poison = old[:, None] + counted, F.pad(poison.cumsum(1), (1, 0))[:, upto]
-    else:
-        sees, row_poison = memory.filled[:, None].expand(-1, n), poison.sum(1, keepdim=True).expand(-1, n)
+    poison = poison_of_keys(k, v, keep)
+    # The number of new keys up to the last one that a query sees; without a state, row i has key i.
+    upto = torch.full((n,), m, device=k.device)
+    if mode.is_causal:
+        upto = (torch.arange(n, device=k.device) + (1 if before is None else 1 + m - n)).clamp(0, m)
+    counted = upto.expand(len(k), -1) if keep is None else F.pad(keep.cumsum(1), (1, 0))[:, upto]
+    row_poison = F.pad(poison.cumsum(1), (1, 0))[:, upto]
     if before is not None:
-        row_poison = row_poison + before.poison[:, None]
-    far = far_blocks(method, sees, mode.is_causal)
-    output = meet(method, q, memory, sees, far, mode.by_torch)
+        counted, row_poison = counted + before.filled[:, None], row_poison + before.poison[:, None]
+    memory = None
+    if mode.use_kernels and mode.is_recorded:
+        output = differentiable(method, q, _in_front(cleaned(k), keep), _in_front(cleaned(v), keep), counted)
+    else:
+        memory = appended(method, before, k, v, keep, poison, mode.use_kernels)
+        output = (meet_natively if mode.use_kernels else meet)(method, q, memory, counted)
+        memory = settled(method, memory) if mode.is_growing else None
     return output + row_poison[:, None, :, None], memory
 
 
-def far_blocks(method: Multipole, sees: Tensor, is_causal: bool) -> Tensor:
-    """Return how many blocks are far for a query that sees `sees` keys: whole ones, and before the window."""
-    return (sees - method.sinks - (method.window if is_causal else 0)).clamp(min=0) // method.block
+def _in_front(x: Tensor, keep: Tensor | None) -> Tensor:
+    """Return x (b, m, d) with the visible tokens before the hidden ones, each in their order."""
+    if keep is None:
+        return x
+    order = keep.int().argsort(dim=1, descending=True, stable=True)
+    return x.gather(1, order[..., None].expand(-1, -1, x.shape[-1]))
 
 
 def _in_segments(
@@ -151,8 +172,9 @@ def _last_segment(
         keep = keep & (segments == last)
         if before is not None:
             continues = last[:, 0] == 0
-            before = Memory(
-                before.length, before.keys, before.values, torch.where(continues, before.filled, 0),
-                torch.where(continues, before.poison, 0.0),
+            before = replace(
+                before, filled=torch.where(continues, before.filled, 0), base=torch.where(continues, before.base, 0),
+                poison=torch.where(continues, before.poison, 0.0),
             )  # fmt: skip
-    return appended(method, before, k, v, keep, True, mode.is_recorded)[0]
+    poison = poison_of_keys(k, v, keep)
+    return settled(method, appended(method, before, k, v, keep, poison, mode.use_kernels))

@@ -8,5 +8,9 @@
 #include "kernels.h"
 
 SubquadResult run_avx2(const SubquadCall& call, Operation operation) { return subquad::avx2::run(call, operation); }
-SubquadResult multipole_avx2(const SubquadMultipole& call) { return subquad::avx2::run(call); }
+SubquadResult multipole_avx2(const SubquadMultipole& call, Operation operation) {
+  return subquad::avx2::run(call, operation);
+}
+SubquadResult multipole_backward_avx2(const SubquadMultipoleGradient& call) { return subquad::avx2::run(call); }
+SubquadResult segments_avx2(const SubquadSegments& call) { return subquad::avx2::run(call); }
 #endif

@@ -8,5 +8,9 @@
 #include "kernels.h"
 
 SubquadResult run_avx512(const SubquadCall& call, Operation operation) { return subquad::avx512::run(call, operation); }
-SubquadResult multipole_avx512(const SubquadMultipole& call) { return subquad::avx512::run(call); }
+SubquadResult multipole_avx512(const SubquadMultipole& call, Operation operation) {
+  return subquad::avx512::run(call, operation);
+}
+SubquadResult multipole_backward_avx512(const SubquadMultipoleGradient& call) { return subquad::avx512::run(call); }
+SubquadResult segments_avx512(const SubquadSegments& call) { return subquad::avx512::run(call); }
 #endif

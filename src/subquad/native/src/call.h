@@ -10,12 +10,13 @@ extern "C" {
 
 enum SubquadMap : int64_t { TAYLOR, POSITIVE, HYPERBOLIC, ELU, RELU, IDENTITY, LOGGED, SEPARABLE };
 enum SubquadType : int64_t { FLOAT32, FLOAT64, BFLOAT16, FLOAT16 };
-enum SubquadResult : int { OK, NO_MEMORY, POISONED };
+enum SubquadResult : int { OK, NO_MEMORY, POISONED, SEGMENT_DUE };
 
 // The caller pads rows to a multiple of this many numbers: whole vectors in every instruction set.
 constexpr int64_t SUBQUAD_PADDING = 16;
 constexpr int64_t SUBQUAD_PAIR_BLOCK = 64;  // tokens of a block in pairs.h, which limits the parts of a head
-constexpr int64_t SUBQUAD_LEVELS = 24;      // group sizes in a call of Multipole, at most
+constexpr int64_t SUBQUAD_FAN = 16;         // blocks of a segment of Multipole
+constexpr int64_t SUBQUAD_ROUNDS = 2;       // power iterations for the main direction of its keys
 
 struct SubquadTensor {  // strides in elements; keys and values have no groups
   const void* data;
@@ -50,27 +51,59 @@ struct SubquadCall {
   void *q_grad, *k_grad, *v_grad;  // (b, g, n, d), (b, m, d), (b, m, e), wide
 };
 
-// Moments of units of keys, where a unit is a block or a group of `size` blocks; all wide. `count` units are valid, and
-// there is space for `stride`.
-struct SubquadLevel {
-  int64_t size, rank, count, stride;
-  const void* keys;    // (b, 1 + rank, d, stride)
-  const void* spread;  // (b, rank (rank + 1) / 2, stride)
-  const void* values;  // (b, 1 + rank, stride, e)
+// Multipole. The value width `values` is a multiple of SUBQUAD_PADDING; all numbers are wide and finite. Keys are in
+// panels (d, 16), see panels.h. Key j of a head, not counting the sinks, belongs to segment j / (16 block).
+//
+// table: (segments, 2): the address of a segment's record for head 0, and the numbers of T from one head to the next
+// roots: (b, root_count, header)
+// raw:   the keys after the first `base` (b,) segments, in their order: (b, raw_panels, d, 16); (b, raw_panels 16, e)
+
+// Finish the segments [first, last), (b,) each, of every head.
+struct SubquadSegments {
+  int64_t wide, threads, batch, width, values, block, raw_panels, root_count, segments;
+  const void *raw_keys, *raw_values;
+  const int64_t *base, *first, *last, *table;
+  void* roots;
+  int32_t* order;  // (b, segments, 16 block), or null: the place in the segment from which each key came
 };
 
-// See multipole.h. The value width `values` is a multiple of SUBQUAD_PADDING.
 struct SubquadMultipole {
-  int64_t wide, threads, batch, group, queries, keys, width, values;
-  int64_t block, sinks, top, opened, grouped_from, least_group, groups_count, k_batch, v_batch;
-  double widest;        // cap on the variance of the logits of a unit
-  const void* q;        // (b, g, n, d), scaled; wide and finite, as are k and v
-  const void *k, *v;    // (b, m, d) and (b, m, e); consecutive heads are k_batch and v_batch elements apart
-  const int64_t* sees;  // (b, n): the number of keys that a query sees
-  const int64_t* far;   // (b, n): the number of blocks among them that count as far
-  SubquadLevel blocks;
-  SubquadLevel groups[SUBQUAD_LEVELS];
-  void* output;  // (b, g, n, e), wide
+  int64_t wide, threads, batch, group, queries, width, values;
+  int64_t block, sinks, window, top, looks, opened, grouped_from, raw_panels, root_count;
+  double widest;                        // cap on the variance of the logits of a block
+  const void* q;                        // (b, g, n, d), scaled
+  const void *sink_keys, *sink_values;  // (b, sink panels, d, 16) and (b, sink panels 16, e)
+  void *raw_keys, *raw_values;
+  const int64_t *base, *sees, *table;  // sees: (b, n), the number of keys that a query sees
+  const void* roots;
+  void* output;              // (b, g, n, e)
+  void* level;               // (b, g, n), or null: the logarithm of the sum of the weights
+  int32_t* chosen;           // (b, g, n, top), or null: the blocks that a query read; filled with -1 before
+  int32_t* opened_segments;  // (b, g, n, opened), or null: the segments that it opened; filled with -1 before
+  // Only for a step, of one query: the new key and value of each head, whether it is visible (or null), and the number
+  // of keys that each head has, which the step increases.
+  const void *key, *value;
+  const uint8_t* keep;
+  int64_t* filled;
+};
+
+// The gradients of a call whose output, level, chosen and opened_segments are given. `row` is the key width in whole
+// panels, u all blocks, and every array of gradients holds (b, parts, ...), filled with 0 before.
+struct SubquadMultipoleGradient {
+  SubquadMultipole call;
+  int64_t segments, parts;
+  const void* output_grad;                         // (b, g, n, e)
+  const void *sink_rows, *sink_value_panels;       // (b, sinks, row), (b, panels, e, 16)
+  const void *raw_rows, *raw_value_panels;         // the same of the raw keys
+  const void *block_rows, *block_value_panels;     // (b, u block, row), (b, u, e, 16): keys in sorted order
+  const void *centers, *mean_panels;               // (b, u, row), (b, segments, e, 16)
+  const void *root_centers, *root_mean_panels;     // (b, roots 16, row), (b, roots, e, 16)
+  void* q_grad;                                    // (b, g, n, d)
+  void *sink_key_grads, *sink_value_grads;         // (sinks, row), (sinks, e)
+  void *raw_key_grads, *raw_value_grads;           // (raw keys, row), (raw keys, e)
+  void *block_key_grads, *block_value_grads;       // (u block, row), (u block, e)
+  void *center_grads, *mean_grads, *square_grads;  // (u, row), (u, e), (u)
+  void *root_center_grads, *root_mean_grads, *root_square_grads;  // (roots 16, row), (roots 16, e), (roots 16)
 };
 
 #define SUBQUAD_PUBLIC __attribute__((visibility("default")))
@@ -81,6 +114,11 @@ SUBQUAD_PUBLIC SubquadResult subquad_backward(const SubquadCall* call);
 // One token. `after` may be `before`.
 SUBQUAD_PUBLIC SubquadResult subquad_step(const SubquadCall* call);
 SUBQUAD_PUBLIC SubquadResult subquad_multipole(const SubquadMultipole* call);
+SUBQUAD_PUBLIC SubquadResult subquad_multipole_backward(const SubquadMultipoleGradient* call);
+SUBQUAD_PUBLIC SubquadResult subquad_segments(const SubquadSegments* call);
+// Append one key to the raw keys and compute its queries. Nothing was done if the result is POISONED, because a number
+// is not finite, or SEGMENT_DUE, because a segment has to be finished first.
+SUBQUAD_PUBLIC SubquadResult subquad_multipole_step(const SubquadMultipole* call);
 
 // Run on the OpenMP threads that this GOMP_parallel starts. Null, the initial state: start threads for each call.
 SUBQUAD_PUBLIC void subquad_use_team(void* gomp_parallel);

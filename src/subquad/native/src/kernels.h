@@ -8,9 +8,11 @@
 
 #include "dispatch.h"
 #include "multipole.h"
+#include "multipole_backward.h"
 #include "pairs.h"
 #include "parallel.h"
 #include "scan.h"
+#include "segments.h"
 #include "separable.h"
 #include "step.h"
 
@@ -160,9 +162,26 @@ inline SubquadResult run(const SubquadCall& call, Operation operation) {
   }
 }
 
-inline SubquadResult run(const SubquadMultipole& call) {
+inline SubquadResult run(const SubquadMultipole& call, Operation operation) {
   try {
+    if (operation == Operation::STEP) return call.wide ? multipole_step<double>(call) : multipole_step<float>(call);
     return (call.wide ? multipole<double>(call) : multipole<float>(call)) ? OK : NO_MEMORY;
+  } catch (const std::bad_alloc&) {
+    return NO_MEMORY;
+  }
+}
+
+inline SubquadResult run(const SubquadMultipoleGradient& call) {
+  try {
+    return (call.call.wide ? multipole_backward<double>(call) : multipole_backward<float>(call)) ? OK : NO_MEMORY;
+  } catch (const std::bad_alloc&) {
+    return NO_MEMORY;
+  }
+}
+
+inline SubquadResult run(const SubquadSegments& call) {
+  try {
+    return (call.wide ? finish_segments<double>(call) : finish_segments<float>(call)) ? OK : NO_MEMORY;
   } catch (const std::bad_alloc&) {
     return NO_MEMORY;
   }

@@ -1,378 +1,496 @@
-// Far keys through the moments of their blocks, all other keys exactly: one tile of queries at a time, as products.
+// Near keys exactly, the best blocks of far keys exactly, the other blocks by their moments: one tile of queries at a
+// time.
 //
-//   a unit (a block of keys, or a group of blocks) of n keys has the logits' mean m and variance s for a query:
-//     m = q.mu,  y_p = q.P_p,  s = sum_pq S_pq y_p y_q      one product with its 1 + rank pseudo-keys mu, P_1, ...
-//     weight n exp(m + min(s, widest) / 2), value  mean + sum_p y_p X_p
-//     likely maximum  m + sqrt(2 s ln n): each query opens the groups, and reads the blocks, that score highest
+//   a block of n keys with center mu, radius r and mean value u has logits of mean m and variance s for a query:
+//     m = q.mu,  s = (|q| r)^2;  its weight is n exp(m + min(s, widest) / 2), its value u
+//   1. likely maximum  m + sqrt(2 s ln n)     the best `looks` blocks are looked at, in 8 bits (look.h)
+//   2. largest of their logits                the best `top` of these are read, key by key
 //
-// `widest` caps the variance because a larger one carries little information: a few keys stand out, which a Gaussian
-// does not describe.
+// With many segments, each row first opens the segments with the highest likely maximum; the others count as one unit.
 //
-// Rows are the queries of a tile, of all heads that share the keys. Dense products serve the units and keys that all
-// rows see, and selection.h those that rows choose individually. Each row is summed in the order of the keys, whatever
-// the other rows chose, so neither future keys nor neighboring rows change its bits.
+// Rows are the queries of a tile, of all heads that share the keys. Each row is summed in the order of the keys,
+// whatever the other rows chose, so neither future keys nor neighboring rows change its bits.
 #pragma once
 
 #include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <numeric>
 #include <vector>
 
 #include "buffer.h"
+#include "look.h"
 #include "parallel.h"
-#include "product.h"
 #include "selection.h"
-#include "tensor.h"
 #include "tiles.h"
 
 namespace subquad::SUBQUAD_ISA {
 
 template <class T> class Multipole {
  public:
-  // turned: the transposed keys of all heads, (b, d, padded keys), or null: transpose only the keys that are needed.
-  Multipole(const SubquadMultipole& call, const T* turned, Size turned_row)
-      : call(call), d(call.width), e(padded<T>(call.values)), turned(turned), turned_row(turned_row),
-        capacity(std::max<Size>(TILE_ROWS, call.group)), sinks(std::min(call.sinks, call.keys)),
-        panel_row(padded<T>(std::max(std::min(call.block, call.keys), sinks))), panel(d * panel_row),
-        queries(capacity * d), answers(capacity * e) {
-    Size group = 0, units = 0, planes = 1;
-    for (Size i = 0; i < call.groups_count; ++i) {
-      group = std::max<Size>(group, call.groups[i].size);
-      units = std::max(units, padded<T>(call.groups[i].count));
-      planes = std::max(planes, 1 + call.groups[i].rank);
-    }
-    const Size dense = std::max<Size>(call.grouped_from, 2 * group + TILE_ROWS);
-    const Size leaves = padded<T>(std::min<Size>(call.blocks.count, dense)) + call.opened * group;
-    leaf = Buffer<T>((1 + call.blocks.rank) * capacity * leaves);
-    outer = Buffer<T>(planes * capacity * units);
-    score = Buffer<T>(std::max(leaves, units));
-    first = Buffer<T>(capacity * padded<T>(sinks));
-    chosen_row = call.top * padded<T>(call.block);
-    chosen = Buffer<T>(capacity * chosen_row);
+  Multipole(const SubquadMultipole& call, Size most_sees)
+      : call(call), record(Record::of<T>(call.width, call.values, call.block)), d(call.width), e(call.values),
+        quads((d + 3) / 4), first_row(whole_panels(call.sinks) * PANEL),
+        capacity(std::min<Size>(call.group * call.queries, std::max<Size>(TILE_ROWS, call.group))),
+        queries(capacity * d), answers(capacity * e), first(capacity * first_row), totals(capacity * PANEL),
+        excess(capacity * PANEL), bytes(capacity * quads * 4), norms(capacity), scales(capacity), level(capacity) {
+    const Size far = far_segments(call, most_sees);
+    const Size flat = std::min<Size>(far, call.grouped_from), slots = std::min<Size>(far, call.opened);
+    const Size columns = FAN * std::max(flat, slots);
+    means = Buffer<T>(capacity * columns);
+    logs = Buffer<T>(capacity * columns);
+    outer_row = far >= call.grouped_from ? whole_panels(far) * PANEL : 0;
+    outer = Buffer<T>(capacity * outer_row);
+    score = Buffer<T>(std::max(columns, outer_row));
+    looked = Buffer<T>(capacity * looks_row());
+    const Size nears = std::min<Size>(call.window + FAN * call.block, std::max<Size>(0, most_sees - call.sinks));
+    near = Buffer<T>(capacity * (nears + 2 * PANEL));
+    column.resize(capacity * call.looks);
+    for (Size t = 0; t < PANEL; ++t) hidden[t] = t < call.block ? T(0) : -INFINITY;
   }
 
-  // Write the outputs of queries [from, from + count) of head b, whose groups have the same size.
+  // Write the outputs of queries [from, from + count) of head b.
   void operator()(Size b, Size from, Size count) {
-    tile = MultipoleTile::of<T>(call, b, from, count);
-    const T* given = static_cast<const T*>(call.q);
-    for (Size g = 0; g < call.group; ++g)
-      std::memcpy(queries + g * count * d, given + ((b * call.group + g) * call.queries + from) * d,
-                  count * d * sizeof(T));
-    std::fill(answers + 0, answers + tile.rows * e, T(0));
-    top.assign(tile.rows, -INFINITY);
+    tile = Tile::of(call, b, from, count);
+    read_queries();
+    read_near_keys();
     opened.clear();
-    by_row.clear();
-    if (tile.wholes) open_groups();
-    describe_blocks();
-    select_blocks();
-    read_keys();
-    hide_unseen_keys();
+    selected.clear();
+    if (tile.grouped) open_segments();
+    if (tile.columns) {
+      describe_blocks();
+      find_candidates();
+      select_blocks();
+    }
+    while (!read_blocks()) {
+    }
     exponentiate();
     add_values();
     write();
   }
 
  private:
+  static constexpr T MAX_EXCESS = 60;  // exp of it is far from overflow
+
   const SubquadMultipole& call;
-  const Size d, e;
-  const T* turned;
-  const Size turned_row, capacity, sinks, panel_row;  // capacity: rows of a tile; at least those of one query
-  Size near_capacity = 0, chosen_row = 0;
-  MultipoleTile tile{};
-  Buffer<T> panel, queries, answers;
-  Buffer<T> outer, leaf;            // planes of (rows, outer_row) and (rows, leaf_row), for groups and for blocks
-  Buffer<T> score;                  // of the units that one row considers
-  Buffer<T> first, near, chosen;    // logits of keys: (rows, first_row), (rows, near_row), (rows, chosen_row)
-  std::vector<T> top, totals;       // the largest log-weight of each row, and the sum of its weights
-  std::vector<Size> choices;        // the number of blocks that each row reads
-  std::vector<Selection> opened;    // the groups that rows open, by unit
-  std::vector<Selection> by_row;    // the same, by row
-  std::vector<Selection> selected;  // the blocks that rows read, by unit
-  std::vector<Selection> found;     // those of one row; `slot` is the column of the score
+  const Record record;
+  const Size d, e, quads, first_row, capacity;  // capacity: rows of a tile; at least those of one query
+  Size outer_row = 0;
+  Tile tile{};
+  Buffer<T> queries, answers;
+  Buffer<T> first, near;                // logits of the sinks and of the near keys
+  Buffer<T> outer, means, logs;         // log-weights of unopened segments; mean logits and log-weights of blocks
+  Buffer<T> score, looked;              // of the units that one row considers; of the blocks that each row looked at
+  Buffer<T> totals, excess;             // (rows, 16): partial sums of the weights; logits of read keys above the level
+  T hidden[PANEL];                      // 0 for the keys of a block, -infinity beyond
+  std::vector<uint8_t> bytes;           // the queries in 8 bits
+  std::vector<T> norms, scales, level;  // |q|, the scale of the bytes, the largest log-weight of each row
+  std::vector<Size> column;             // (rows, looks): where `logs` has a block that a row looked at
+  std::vector<Selection> opened;        // segments that rows open, by segment
+  std::vector<Selection> by_row;        // the same, by row
+  std::vector<Selection> candidates;    // blocks that rows look at, by block
+  std::vector<Selection> selected;      // blocks that rows read, by block
+  std::vector<int32_t> found;           // the columns that one row takes
   Sorter sort;
 
-  // --- Moments of units ----------------------------------------------------------------------------------------------
+  Size looks_row() const { return whole_panels(call.looks) * PANEL; }
 
-  const T* keys_of(const SubquadLevel& level, Size p) const {
-    return static_cast<const T*>(level.keys) + (tile.b * (1 + level.rank) + p) * d * level.stride;
+  const T* segment(Size s) const {
+    return reinterpret_cast<const T*>(call.table[2 * s]) + tile.b * call.table[2 * s + 1];
+  }
+  const T* root(Size i) const {
+    return static_cast<const T*>(call.roots) + (tile.b * call.root_count + i) * record.header;
   }
 
-  const T* values_of(const SubquadLevel& level, Size p) const {
-    return static_cast<const T*>(level.values) + (tile.b * (1 + level.rank) + p) * level.stride * e;
-  }
+  // --- Queries, and the keys that all rows read ----------------------------------------------------------------------
 
-  // Means and coordinates of the units [from, from + count) for all rows: planes of (rows, row).
-  void describe(const SubquadLevel& level, Size from, Size count, T* to, Size row) {
-    for (Size p = 0; p <= level.rank; ++p)
-      set_product<T>(tile.rows, padded<T>(count), d, {queries, d, 1}, keys_of(level, p) + from, level.stride,
-                     to + p * tile.rows * row, row);
-  }
-
-  // Replace the means of row r, from `column` on, by log-weights, and write the same columns of `score`.
-  void weigh(const SubquadLevel& level, Size from, Size count, T* planes, Size row, Size column, Size r, Size keys) {
-    const Size plane = tile.rows * row;
-    const T* spread =
-        static_cast<const T*>(level.spread) + tile.b * level.rank * (level.rank + 1) / 2 * level.stride + from;
-    T *mean = planes + r * row + column, *to = score + column;
-    const T log_keys = std::log(T(keys)), reach = std::sqrt(2 * log_keys);
-    for (Size j = 0; j < padded<T>(count); j += lanes<T>) {
-      vec<T> variance{};
-      const T* s = spread + j;
-      for (Size p = 0; p < level.rank; ++p) {
-        const vec<T> y = load(mean + (p + 1) * plane + j);
-        vec<T> along{};
-        for (Size q = p; q < level.rank; ++q, s += level.stride) along += load(s) * load(mean + (q + 1) * plane + j);
-        variance += y * along;
-      }
-      store(to + j, larger<T>(variance, vec<T>{}));
+  void read_queries() {
+    const T* given = static_cast<const T*>(call.q);
+    for (Size g = 0; g < call.group; ++g)
+      std::memcpy(queries + g * tile.count * d, given + ((tile.b * call.group + g) * call.queries + tile.from) * d,
+                  tile.count * d * sizeof(T));
+    for (Size r = 0; r < tile.rows && tile.far; ++r) {
+      const T* q = queries + r * d;
+      T parts[PANEL] = {};
+      for (Size i = 0; i < d; ++i) parts[i % PANEL] += q[i] * q[i];
+      norms[r] = std::sqrt(std::accumulate(parts, parts + PANEL, T(0)));
+      scales[r] = to_bytes<T>(q, d, bytes.data() + r * quads * 4);
     }
-    for (Size j = 0; j < padded<T>(count); ++j) to[j] = std::sqrt(to[j]);
-    const vec<T> widest = all<T>(call.widest);
-    for (Size j = 0; j < padded<T>(count); j += lanes<T>) {
-      const vec<T> m = load(mean + j), root = load(to + j), variance = root * root;
-      store(to + j, m + reach * root);
-      store(mean + j, m + log_keys + T(0.5) * (variance < widest ? variance : widest));
-    }
+    std::fill(level.begin(), level.end(), T(-INFINITY));
   }
 
-  static void hide_outside(T* row, Size from, Size to, Size size) {
-    for (Size j = 0; j < from; ++j) row[j] = -INFINITY;
-    for (Size j = std::max<Size>(to, 0); j < size; ++j) row[j] = -INFINITY;
+  static void hide_from(T* row, Size from, Size size) {
+    for (Size j = std::max<Size>(from, 0); j < size; ++j) row[j] = -INFINITY;
   }
 
-  // --- Selection -----------------------------------------------------------------------------------------------------
-
-  // Append to `found` the columns [from, to) above the threshold, in order; column `from` is the score of `unit`. Never
-  // take more than `wanted`: products that overflow give scores without an order.
-  void take(Threshold<T>& threshold, Size wanted, Size from, Size to, Size unit, Size r) {
-    for (Size j = from; j < to && Size(found.size()) < wanted; ++j) {
-      const bool tie = score[j] == threshold.limit && threshold.ties > 0;
-      if (!(score[j] > threshold.limit) && !tie) continue;
-      threshold.ties -= tie;
-      found.push_back({unit + j - from, r, j});
-    }
+  void raise(Size r, const T* row, Size size) {
+    if (!size) return;
+    vec<T> most = load(row);
+    for (Size j = lanes<T>; j < size; j += lanes<T>) most = larger<T>(most, load(row + j));
+    level[r] = std::max(level[r], largest<T>(most));
   }
 
-  // All groups through their moments, and the groups that each row opens.
-  void open_groups() {
-    describe(*tile.groups, 0, tile.wholes, outer, tile.outer_row);
+  // Logits of the sinks and of the near keys.
+  void read_near_keys() {
+    const Size stride = d * PANEL, nears = tile.near_row();
+    const T* sinks = static_cast<const T*>(call.sink_keys) + tile.b * first_row * d;
+    const T* raw = static_cast<const T*>(call.raw_keys) + (tile.b * call.raw_panels + tile.near_panel) * stride;
+    panel_logits<T>(tile.rows, first_row / PANEL, d, queries, d, sinks, stride, first, first_row);
+    panel_logits<T>(tile.rows, tile.near_panels, d, queries, d, raw, stride, near, nears);
     for (Size r = 0; r < tile.rows; ++r) {
-      const Size mine = tile.far[r % tile.count] / tile.size;
-      T* logs = outer + r * tile.outer_row;
-      weigh(*tile.groups, 0, tile.wholes, outer, tile.outer_row, 0, r, tile.size * call.block);
-      hide_outside(logs, 0, mine, tile.outer_row);
-      hide_outside(score, 0, mine, tile.outer_row);
-      found.clear();
-      Threshold<T> threshold = find_threshold<T>(score, tile.outer_row, call.opened);
-      take(threshold, call.opened, 0, mine, 0, r);
-      for (Size i = 0; i < Size(found.size()); ++i) {
-        opened.push_back({found[i].unit, r, i});
-        logs[found[i].unit] = -INFINITY;
-      }
-      raise(r, logs, tile.outer_row);
+      const Size sees = tile.sees[r % tile.count];
+      hide_from(first + r * first_row, std::min<Size>(call.sinks, sees), first_row);
+      hide_from(near + r * nears, sees - call.sinks - tile.near_from, nears);
+      raise(r, first + r * first_row, first_row);
+      raise(r, near + r * nears, nears);
     }
-    by_row = opened;
-    sort(opened, tile.wholes);
   }
 
-  // The blocks: a range that all rows consider, followed by those of the groups that each row opened.
+  // --- Moments, and the choice of blocks -----------------------------------------------------------------------------
+
+  // Log-weights and likely maxima of the units of one header, for row r with mean logits m.
+  void weigh(const T* radius, const T* m, T* log_weights, T* scores, Size r, T log_keys, T reach) {
+    for (Size j = 0; j < FAN; j += lanes<T>) {
+      const vec<T> mean = load(m + j), deviation = norms[r] * load(radius + j), variance = deviation * deviation;
+      store(scores + j, mean + reach * deviation);
+      store(log_weights + j, mean + log_keys + T(0.5) * (variance < T(call.widest) ? variance : all<T>(call.widest)));
+    }
+  }
+
+  // All segments through their moments, and the segments that each row opens.
+  void open_segments() {
+    by_row.clear();
+    const Size panels = whole_panels(tile.far), row = panels * PANEL;
+    panel_logits<T>(tile.rows, panels, d, queries, d, root(0), record.header, outer, row);
+    const T log_keys = std::log(T(FAN * call.block)), reach = std::sqrt(2 * log_keys);
+    for (Size r = 0; r < tile.rows; ++r) {
+      T* mine = outer + r * row;
+      for (Size i = 0; i < panels; ++i)
+        weigh(root(i) + record.radius, mine + i * FAN, mine + i * FAN, score + i * FAN, r, log_keys, reach);
+      hide_from(mine, tile.far, row);
+      hide_from(score, tile.far, row);
+      const Size count = take_best<T>(score, tile.far, call.opened, found);
+      for (Size slot = 0; slot < count; ++slot) {
+        by_row.push_back({found[slot], int32_t(r), int32_t(slot)});
+        mine[found[slot]] = -INFINITY;
+      }
+      raise(r, mine, row);
+    }
+    if (call.opened_segments)
+      for (const Selection& x : by_row) call.opened_segments[row_of(x.row) * call.opened + x.slot] = x.unit;
+    opened = by_row;
+    sort(opened, tile.far);
+  }
+
+  template <int rows> void describe_opened(const Selection* chosen, Size count) {
+    if constexpr (rows > 0) {
+      if (count != rows) return describe_opened<rows - 1>(chosen, count);
+      const T* a[rows];
+      for (int i = 0; i < rows; ++i) a[i] = queries + chosen[i].row * d;
+      const PanelProduct<T, rows> product(d, a, segment(chosen->unit));
+      for (int i = 0; i < rows; ++i)
+        for (int j = 0; j < VECTORS<T>; ++j)
+          store(means + chosen[i].row * tile.columns + chosen[i].slot * FAN + j * lanes<T>, product.sums[i][j]);
+    }
+  }
+
+  // Mean logits of the blocks that each row considers.
   void describe_blocks() {
-    if (tile.dense) describe(call.blocks, tile.start, tile.dense, leaf, tile.leaf_row);
-    for (Size p = 0; p <= call.blocks.rank; ++p)
-      selected_product<T, true>(
-          opened, tile.size, d, [&](const Selection& x) { return queries + x.row * d; },
-          [&](Size unit) { return Panel<T>{keys_of(call.blocks, p) + unit * tile.size, call.blocks.stride}; },
-          [&](const Selection& x) { return opened_blocks(x, p); });
+    if (tile.grouped)
+      for_each_unit(opened, [&](const Selection* x, Size count) { describe_opened<ROWS_PER_BLOCK>(x, count); });
+    else
+      for (Size s = 0; s < tile.far; ++s)
+        panel_logits<T>(tile.rows, 1, d, queries, d, segment(s), 0, means + s * FAN, tile.columns);
   }
 
-  T* opened_blocks(const Selection& x, Size p) const {
-    return leaf + (p * tile.rows + x.row) * tile.leaf_row + tile.dense_row + x.slot * tile.size;
+  // The segment in slot `i` of row r, whose slots begin at `by_row[first]`.
+  Size segment_of(Size i, Size begin) const { return tile.grouped ? by_row[begin + i].unit : i; }
+
+  // Log-weights of the blocks, and those that each row looks at.
+  void find_candidates() {
+    candidates.clear();
+    const T log_keys = std::log(T(call.block)), reach = std::sqrt(2 * log_keys);
+    Size begin = 0, slots = tile.far;  // of row r in by_row
+    for (Size r = 0; r < tile.rows; ++r, begin += slots) {
+      if (tile.grouped)
+        for (slots = 0; begin + slots < Size(by_row.size()) && by_row[begin + slots].row == r;) ++slots;
+      T *m = means + r * tile.columns, *log_weights = logs + r * tile.columns;
+      for (Size i = 0; i < slots; ++i)
+        weigh(segment(segment_of(i, begin)) + record.radius, m + i * FAN, log_weights + i * FAN, score + i * FAN, r,
+              log_keys, reach);
+      hide_from(log_weights, slots * FAN, tile.columns);
+      const Size count = take_best<T>(score, slots * FAN, call.looks, found);
+      for (Size i = 0; i < count; ++i) {
+        const Size j = found[i];
+        candidates.push_back({int32_t(segment_of(j / FAN, begin) * FAN + j % FAN), int32_t(r), int32_t(i)});
+        column[r * call.looks + i] = j;
+      }
+      hide_from(looked + r * looks_row(), count, looks_row());
+    }
+    by_row = candidates;
+    sort(candidates, tile.far * FAN);
   }
 
-  // The blocks that each row reads.
+  // The largest logit of each candidate.
+  template <class Products> inline void look() {
+    const Size size = candidates.size();
+    for (Size i = 0, count; i < size; i += count) {
+      const Selection* x = candidates.data() + i;
+      for (count = 1; count < ROWS_PER_BLOCK && i + count < size && x[count].unit == x->unit;) ++count;
+      const T* mine = segment(x->unit / FAN);
+      const Size place = x->unit % FAN;
+      const uint8_t* coarse[ROWS_PER_BLOCK];
+      T above[ROWS_PER_BLOCK];
+      for (Size r = 0; r < count; ++r) coarse[r] = bytes.data() + x[r].row * quads * 4;
+      Products::template largest<T>(count,
+                                    reinterpret_cast<const int8_t*>(mine + record.look) + place * Record::look_bytes(d),
+                                    coarse, quads, mine + record.bias + place * PANEL, call.block, above);
+      for (Size r = 0; r < count; ++r) {
+        const Size row = x[r].row, j = column[row * call.looks + x[r].slot];
+        looked[row * looks_row() + x[r].slot] =
+            means[row * tile.columns + j] + above[r] * (scales[row] * mine[record.scale + place]);
+      }
+    }
+  }
+
+#ifdef SUBQUAD_BYTE_PRODUCTS
+  SUBQUAD_BYTE_PRODUCTS void look_in_bytes() { look<ByteProducts>(); }
+#endif
+
+  // Look at the candidates, and select the best ones of each row.
   void select_blocks() {
-    selected.clear();
-    Size next = 0;  // in by_row
+#ifdef SUBQUAD_BYTE_PRODUCTS
+    if (ByteProducts::available())
+      look_in_bytes();
+    else
+#endif
+      look<PlainProducts>();
+    Size begin = 0;  // of row r in by_row
     for (Size r = 0; r < tile.rows; ++r) {
-      const Size mine = tile.far[r % tile.count], own = tile.groups ? mine / tile.size * tile.size : 0;
-      const Size mine_first = next;
-      T* logs = leaf + r * tile.leaf_row;
-      weigh(call.blocks, tile.start, tile.dense, leaf, tile.leaf_row, 0, r, call.block);
-      hide_outside(logs, own - tile.start, mine - tile.start, tile.dense_row);
-      hide_outside(score, own - tile.start, mine - tile.start, tile.dense_row);
-      for (Size slot = 0; slot < tile.slots; ++slot) {
-        const Size column = tile.dense_row + slot * tile.size;
-        if (next < Size(by_row.size()) && by_row[next].row == r) {
-          weigh(call.blocks, by_row[next++].unit * tile.size, tile.size, leaf, tile.leaf_row, column, r, call.block);
-        } else {
-          hide_outside(logs + column, 0, 0, tile.size);
-          hide_outside(score + column, 0, 0, tile.size);
-        }
+      Size count = 0;
+      while (begin + count < Size(by_row.size()) && by_row[begin + count].row == r) ++count;
+      const T* mine = looked + r * looks_row();
+      const Size chosen = take_best<T>(mine, count, call.top, found);
+      for (Size i = 0; i < chosen; ++i) {
+        selected.push_back({by_row[begin + found[i]].unit, int32_t(r), int32_t(i)});
+        logs[r * tile.columns + column[r * call.looks + found[i]]] = -INFINITY;
+        level[r] = std::max(level[r], mine[found[i]]);
       }
-      found.clear();
-      Threshold<T> threshold = find_threshold<T>(score, tile.leaf_row, call.top);
-      for (Size i = mine_first; i < next; ++i) {
-        const Size column = tile.dense_row + by_row[i].slot * tile.size;
-        take(threshold, call.top, column, column + tile.size, by_row[i].unit * tile.size, r);
-      }
-      take(threshold, call.top, own - tile.start, mine - tile.start, own, r);  // These blocks follow those of groups.
-      for (Size i = 0; i < Size(found.size()); ++i) {
-        selected.push_back({found[i].unit, r, i});
-        logs[found[i].slot] = -INFINITY;
-      }
-      raise(r, logs, tile.leaf_row);
+      raise(r, logs + r * tile.columns, tile.columns);
+      begin += count;
     }
-    sort(selected, tile.most_far);
+    remember_selected();
+    sort(selected, tile.far * FAN);
   }
 
-  // --- Keys that are read exactly ------------------------------------------------------------------------------------
-
-  Panel<T> columns_of(Size from, Size count) {
-    if (turned) return {turned + tile.b * d * turned_row + from, turned_row};
-    const T* k = static_cast<const T*>(call.k) + tile.b * call.k_batch + from * d;
-    for (Size t = 0; t < count; ++t)
-      for (Size i = 0; i < d; ++i) panel[i * panel_row + t] = k[t * d + i];
-    return {panel, panel_row};
+  Size row_of(Size r) const {  // in (b, g, n)
+    return (tile.b * call.group + r / tile.count) * call.queries + tile.from + r % tile.count;
   }
 
-  void read_range(Size from, Size count, T* to, Size row) {
-    const Size most = turned ? count : panel_row;
-    for (Size j = 0; j < count; j += most) {
-      const Size some = std::min(most, count - j);
-      const Panel<T> columns = columns_of(from + j, std::min<Size>(some, call.keys - from - j));
-      set_product<T>(tile.rows, padded<T>(some), d, {queries, d, 1}, columns.data, columns.row, to + j, row);
-    }
-  }
-
-  // Logits of the sinks, of the near keys, and of the keys of the selected blocks.
-  void read_keys() {
-    if (near_capacity < capacity * tile.near_row) near = Buffer<T>(near_capacity = capacity * tile.near_row);
-    if (sinks) read_range(0, sinks, first, tile.first_row);
-    if (tile.nears) read_range(tile.near_from, tile.nears, near, tile.near_row);
-    selected_product<T, true>(
-        selected, tile.block_row, d, [&](const Selection& x) { return queries + x.row * d; },
-        [&](Size unit) { return columns_of(call.sinks + unit * call.block, call.block); },
-        [&](const Selection& x) { return chosen + x.row * chosen_row + x.slot * tile.block_row; });
-    choices.assign(tile.rows, 0);
-    for (const Selection& x : selected) choices[x.row] = std::max(choices[x.row], x.slot + 1);
-  }
-
-  void hide_unseen_keys() {
-    for (Size r = 0; r < tile.rows; ++r) {
-      const Size t = tile.sees[r % tile.count], begin = call.sinks + tile.far[r % tile.count] * call.block;
-      T *first_logs = first + r * tile.first_row, *near_logs = near + r * tile.near_row,
-        *logs = chosen + r * chosen_row;
-      hide_outside(first_logs, 0, std::min<Size>(sinks, t), tile.first_row);
-      if (tile.nears) hide_outside(near_logs, std::min(begin, t) - tile.near_from, t - tile.near_from, tile.near_row);
-      for (Size i = 0; i < choices[r]; ++i) hide_outside(logs + i * tile.block_row, 0, call.block, tile.block_row);
-      raise(r, first_logs, tile.first_row);
-      raise(r, near_logs, tile.near_row);
-      raise(r, logs, choices[r] * tile.block_row);
-    }
+  void remember_selected() {
+    if (!call.chosen) return;
+    for (const Selection& x : selected) call.chosen[row_of(x.row) * call.top + x.slot] = x.unit;
   }
 
   // --- Weights and values --------------------------------------------------------------------------------------------
 
-  void raise(Size r, const T* logs, Size size) {
-    if (!size) return;
-    vec<T> most = load(logs);
-    for (Size j = lanes<T>; j < size; j += lanes<T>) most = larger<T>(most, load(logs + j));
-    top[r] = std::max(top[r], largest<T>(most));
-  }
-
-  // Replace log-weights by weights, and return their sum.
-  static T weights(T* logs, Size size, T level) {
-    vec<T> total{};
-    for (Size j = 0; j < size; j += lanes<T>) {
-      const vec<T> w = exp(load(logs + j) - level);
-      store(logs + j, w);
-      total += w;
-    }
-    return sum<T>(total);
-  }
-
-  // Multiply the coordinates of row r by the weights; 0 where the weight is 0.
-  void weigh_coordinates(Size rank, T* planes, Size row, Size r) {
-    for (Size p = 1; p <= rank; ++p)
-      for (Size j = 0; j < row; j += lanes<T>) {
-        const vec<T> w = load(planes + r * row + j);
-        T* y = planes + (p * tile.rows + r) * row + j;
-        store(y, w == 0 ? vec<T>{} : w * load(y));
+  template <int rows> void read_block(const Selection* chosen, Size count) {
+    if constexpr (rows > 0) {
+      if (count != rows) return read_block<rows - 1>(chosen, count);
+      const T *mine = segment(chosen->unit / FAN), *a[rows];
+      const Size place = chosen->unit % FAN;
+      for (int i = 0; i < rows; ++i) a[i] = queries + chosen[i].row * d;
+      const PanelProduct<T, rows> product(d, a, mine + record.keys + place * d * PANEL);
+      T weights[rows][PANEL], *c[rows];
+      for (int i = 0; i < rows; ++i) {
+        const Size r = chosen[i].row;
+        c[i] = answers + r * e;
+        a[i] = weights[i];
+        for (int j = 0; j < VECTORS<T>; ++j) {
+          T *total = totals + r * PANEL + j * lanes<T>, *over = excess + r * PANEL + j * lanes<T>;
+          const vec<T> x = product.sums[i][j] + load(hidden + j * lanes<T>) - level[r], w = exp(x);
+          store(weights[i] + j * lanes<T>, w);
+          store(total, load(total) + w);
+          store(over, larger<T>(load(over), x));
+        }
       }
+      scattered_product<T, rows>(rows, e, call.block, a, mine + record.values + place * call.block * e, c);
+    }
+  }
+
+  // Read the selected blocks. Looks are not exact: if a logit is far above the level of its row, raise the level and
+  // return false.
+  bool read_blocks() {
+    std::fill(answers + 0, answers + tile.rows * e, T(0));
+    std::fill(totals + 0, totals + tile.rows * PANEL, T(0));
+    std::fill(excess + 0, excess + tile.rows * PANEL, T(0));
+    for (Size r = 0; r < tile.rows; ++r) level[r] = level[r] == -INFINITY ? T(0) : level[r];
+    for_each_unit(selected, [&](const Selection* x, Size count) { read_block<ROWS_PER_BLOCK>(x, count); });
+    bool done = true;
+    for (Size r = 0; r < tile.rows; ++r) {
+      T most = 0;
+      for (Size t = 0; t < PANEL; ++t) most = std::max(most, excess[r * PANEL + t]);
+      if (!(most > MAX_EXCESS) || !(level[r] + most > level[r])) continue;
+      level[r] += most;
+      done = false;
+    }
+    return done;
+  }
+
+  // Replace log-weights by weights, and add them to the totals of row r.
+  void exponentiate(T* row, Size size, Size r) {
+    for (Size j = 0; j < size; j += lanes<T>) {
+      const vec<T> w = exp(load(row + j) - level[r]);
+      T* total = totals + r * PANEL + j % PANEL;
+      store(row + j, w);
+      store(total, load(total) + w);
+    }
   }
 
   void exponentiate() {
-    totals.assign(tile.rows, 0);
     for (Size r = 0; r < tile.rows; ++r) {
-      const T level = top[r] == -INFINITY ? T(0) : top[r];
-      totals[r] += weights(outer + r * tile.outer_row, tile.outer_row, level);
-      weigh_coordinates(tile.groups ? tile.groups->rank : 0, outer, tile.outer_row, r);
-      totals[r] += weights(first + r * tile.first_row, tile.first_row, level);
-      totals[r] += weights(leaf + r * tile.leaf_row, tile.leaf_row, level);
-      weigh_coordinates(call.blocks.rank, leaf, tile.leaf_row, r);
-      totals[r] += weights(chosen + r * chosen_row, choices[r] * tile.block_row, level);
-      totals[r] += weights(near + r * tile.near_row, tile.near_row, level);
+      if (tile.grouped) exponentiate(outer + r * whole_panels(tile.far) * PANEL, whole_panels(tile.far) * PANEL, r);
+      exponentiate(first + r * first_row, first_row, r);
+      exponentiate(logs + r * tile.columns, tile.columns, r);
+      exponentiate(near + r * tile.near_row(), tile.near_row(), r);
     }
   }
 
   // answers += weights (rows, row) values (count, e)
   void add_dense(Size count, const T* weights, Size row, const T* values) {
-    if (count) add_product<T>(tile.rows, e, count, {weights, row, 1}, values, e, answers, e);
+    if (count > 0) add_product<T>(tile.rows, e, count, {weights, row, 1}, values, e, answers, e);
+  }
+
+  // answers += weights (rows, columns) means, over all segments.
+  template <int rows> void add_means(Size from) {
+    constexpr Size wide = SUBQUAD_COLUMNS * lanes<T>;
+    for (Size j = 0; j < e; j += wide) {
+      const Size vectors = std::min<Size>(SUBQUAD_COLUMNS, (e - j) / lanes<T>);
+      if (vectors == SUBQUAD_COLUMNS)
+        add_means<rows, SUBQUAD_COLUMNS>(from, j);
+      else
+        for (Size i = 0; i < vectors; ++i) add_means<rows, 1>(from, j + i * lanes<T>);
+    }
+  }
+
+  template <int rows, int vectors> void add_means(Size from, Size column) {
+    vec<T> sums[rows][vectors] = {};
+    for (Size s = 0; s < tile.far; ++s) {
+      const T *values = segment(s) + record.means + column, *weights = logs + from * tile.columns + s * FAN;
+      for (Size k = 0; k < FAN; ++k) {
+        vec<T> right[vectors];
+#pragma GCC unroll 8
+        for (int j = 0; j < vectors; ++j) right[j] = load(values + k * e + j * lanes<T>);
+#pragma GCC unroll 8
+        for (int i = 0; i < rows; ++i) {
+          const vec<T> left = all(weights[i * tile.columns + k]);
+#pragma GCC unroll 8
+          for (int j = 0; j < vectors; ++j) sums[i][j] += left * right[j];
+        }
+      }
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < rows; ++i)
+#pragma GCC unroll 8
+      for (int j = 0; j < vectors; ++j) {
+        T* to = answers + (from + i) * e + column + j * lanes<T>;
+        store(to, load(to) + sums[i][j]);
+      }
+  }
+
+  void add_means() {
+    Size r = 0;
+    for (; r + ROWS_PER_BLOCK <= tile.rows; r += ROWS_PER_BLOCK) add_means<ROWS_PER_BLOCK>(r);
+    for (; r < tile.rows; ++r) add_means<1>(r);
   }
 
   void add_values() {
-    const T* v = static_cast<const T*>(call.v) + tile.b * call.v_batch;
-    const auto answer = [&](const Selection& x) { return answers + x.row * e; };
-    for (Size p = 0; tile.wholes && p <= tile.groups->rank; ++p)
-      add_dense(tile.wholes, outer + p * tile.rows * tile.outer_row, tile.outer_row, values_of(*tile.groups, p));
-    add_dense(sinks, first, tile.first_row, v);
-    for (Size p = 0; p <= call.blocks.rank; ++p) {
-      const T* values = values_of(call.blocks, p);
-      selected_product<T, false>(
-          opened, e, tile.size, [&](const Selection& x) { return opened_blocks(x, p); },
-          [&](Size unit) { return Panel<T>{values + unit * tile.size * e, e}; }, answer);
-      add_dense(tile.dense, leaf + p * tile.rows * tile.leaf_row, tile.leaf_row, values + tile.start * e);
-    }
-    selected_product<T, false>(
-        selected, e, call.block,
-        [&](const Selection& x) { return chosen + x.row * chosen_row + x.slot * tile.block_row; },
-        [&](Size unit) { return Panel<T>{v + (call.sinks + unit * call.block) * e, e}; }, answer);
-    add_dense(tile.nears, near, tile.near_row, v + tile.near_from * e);
+    const Size outer_columns = whole_panels(tile.far) * PANEL,
+               most = *std::max_element(tile.sees, tile.sees + tile.count);
+    for (Size i = 0; tile.grouped && i < whole_panels(tile.far); ++i)
+      add_dense(std::min<Size>(FAN, tile.far - i * FAN), outer + i * FAN, outer_columns, root(i) + record.means);
+    add_dense(std::min<Size>(call.sinks, most), first, first_row,
+              static_cast<const T*>(call.sink_values) + tile.b * first_row * e);
+    if (tile.grouped)
+      for_each_unit(opened, [&](const Selection* x, Size count) {
+        const T* a[ROWS_PER_BLOCK];
+        T* c[ROWS_PER_BLOCK];
+        for (Size i = 0; i < count; ++i) {
+          a[i] = logs + x[i].row * tile.columns + x[i].slot * FAN;
+          c[i] = answers + x[i].row * e;
+        }
+        scattered_product<T, ROWS_PER_BLOCK>(count, e, FAN, a, segment(x->unit) + record.means, c);
+      });
+    else
+      add_means();
+    add_dense(most - call.sinks - tile.near_from, near, tile.near_row(),
+              static_cast<const T*>(call.raw_values) + (tile.b * call.raw_panels + tile.near_panel) * PANEL * e);
   }
 
   void write() {
-    T* output = static_cast<T*>(call.output);
+    T *output = static_cast<T*>(call.output), *levels = static_cast<T*>(call.level);
     for (Size r = 0; r < tile.rows; ++r) {
-      const T inverse = totals[r] > 0 ? 1 / totals[r] : T(0);
-      const Size row = (tile.b * call.group + r / tile.count) * call.queries + tile.from + r % tile.count;
-      for (Size i = 0; i < call.values; ++i) output[row * call.values + i] = answers[r * e + i] * inverse;
+      T total = 0;
+      for (Size j = 0; j < PANEL; j += lanes<T>) total += sum<T>(load(totals + r * PANEL + j));
+      const T inverse = total > 0 ? 1 / total : T(0);
+      for (Size i = 0; i < e; ++i) output[row_of(r) * e + i] = answers[r * e + i] * inverse;
+      if (levels) levels[row_of(r)] = total > 0 ? level[r] + std::log(total) : T(INFINITY);
     }
   }
 };
 
+inline double multipole_work(const SubquadMultipole& call) {
+  const double reads = double(call.top + call.grouped_from + call.window / PANEL) * PANEL;
+  return double(call.batch) * call.group * call.queries * 2 * call.width * reads;
+}
+
 // Each free thread takes the next tile: the result of a tile does not depend on the thread.
 template <class T> bool multipole(const SubquadMultipole& call) {
-  const Size m = call.keys, d = call.width, rows = call.group * call.queries;
-  const bool many = rows >= TILE_ROWS;  // With fewer rows, transpose only the keys that are needed.
-  const Size turned_row = padded<T>(m) + lanes<T>;
-  Buffer<T> turned(many ? call.batch * d * turned_row : 0);
   const std::vector<TileRange> tiles = tiles_of(call);
-  const double work = double(call.batch) * rows * (2 * d) * (call.top * call.block + 2 * call.blocks.count);
+  if (tiles.empty()) return true;
+  const Size most_sees = *std::max_element(call.sees, call.sees + call.batch * call.queries);
   const Size threads =
-      std::max<Size>(1, std::min<Size>(call.threads, Size(std::min(work / MIN_WORK_PER_THREAD, 1024.0))));
-  const T* k = static_cast<const T*>(call.k);
-  const auto transpose = [&](Size thread) {
-    for (Size b = 0; b < call.batch; ++b) {
-      const Size from = m * thread / threads, to = m * (thread + 1) / threads;
-      turn(k + b * call.k_batch + from * d, d, to - from, d, turned + b * d * turned_row + from, turned_row);
-    }
-  };
-  if (many && !in_parallel(threads, transpose)) return false;
+      std::max<Size>(1, std::min<Size>({Size(call.threads), Size(tiles.size()),
+                                        Size(std::min(multipole_work(call) / MIN_WORK_PER_THREAD, 1024.0))}));
   std::atomic<Size> next{Size(tiles.size())};  // The last tiles, which see the most keys, come first.
   return in_parallel(threads, [&](Size) {
-    Multipole<T> tile(call, many ? turned + 0 : nullptr, turned_row);
+    Multipole<T> tile(call, most_sees);
     for (Size i; (i = --next) >= 0;) tile(tiles[i].b, tiles[i].from, tiles[i].count);
   });
+}
+
+template <class T> bool is_finite(const void* data, Size size) {
+  const T* x = static_cast<const T*>(data);
+  T parts[PANEL] = {};
+  for (Size i = 0; i < size; ++i) parts[i % PANEL] += x[i] * 0;
+  return std::accumulate(parts, parts + PANEL, T(0)) == 0;
+}
+
+// Append one key of each head to the raw keys, then compute its queries.
+template <class T> SubquadResult multipole_step(const SubquadMultipole& call) {
+  const Size segment = FAN * call.block, d = call.width, e = call.values;
+  if (!is_finite<T>(call.q, call.batch * call.group * d) || !is_finite<T>(call.key, call.batch * d) ||
+      !is_finite<T>(call.value, call.batch * e))
+    return POISONED;
+  for (Size b = 0; b < call.batch; ++b) {
+    if (call.keep && !call.keep[b]) continue;
+    const Size place = call.filled[b] - call.sinks;  // of the new key, among those after the sinks
+    const Size due = std::max<Size>(0, place + 1 - call.window) / segment;
+    if (due > call.base[b] || place >= call.base[b] * segment + call.raw_panels * PANEL) return SEGMENT_DUE;
+  }
+  for (Size b = 0; b < call.batch; ++b) {
+    if (call.keep && !call.keep[b]) continue;
+    const T *key = static_cast<const T*>(call.key) + b * d, *value = static_cast<const T*>(call.value) + b * e;
+    const Size place = call.filled[b]++ - call.sinks;
+    const bool is_sink = place < 0;
+    const Size t = is_sink ? place + call.sinks : place - call.base[b] * segment;
+    const Size panels = is_sink ? whole_panels(call.sinks) : call.raw_panels;
+    T* keys = static_cast<T*>(is_sink ? const_cast<void*>(call.sink_keys) : call.raw_keys);
+    T* values = static_cast<T*>(is_sink ? const_cast<void*>(call.sink_values) : call.raw_values);
+    for (Size i = 0; i < d; ++i) keys[((b * panels + t / PANEL) * d + i) * PANEL + t % PANEL] = key[i];
+    std::copy(value, value + e, values + (b * panels * PANEL + t) * e);
+  }
+  return multipole<T>(call) ? OK : NO_MEMORY;
 }
 
 }  // namespace subquad::SUBQUAD_ISA

@@ -9,4 +9,8 @@
 #include "kernels.h"
 
 SubquadResult run_plain(const SubquadCall& call, Operation operation) { return subquad::plain::run(call, operation); }
-SubquadResult multipole_plain(const SubquadMultipole& call) { return subquad::plain::run(call); }
+SubquadResult multipole_plain(const SubquadMultipole& call, Operation operation) {
+  return subquad::plain::run(call, operation);
+}
+SubquadResult multipole_backward_plain(const SubquadMultipoleGradient& call) { return subquad::plain::run(call); }
+SubquadResult segments_plain(const SubquadSegments& call) { return subquad::plain::run(call); }

@@ -4,6 +4,7 @@
 // Each row is summed in the order of its units, whatever the other rows chose.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <utility>
 #include <vector>
@@ -14,8 +15,25 @@ namespace subquad::SUBQUAD_ISA {
 
 // A unit that a row chose, and its position among the row's choices.
 struct Selection {
-  Size unit, row, slot;
+  int32_t unit, row, slot;
 };
+
+// Write the numbers first + i of the set bits i to `to`, in order, and return how many there are. `to` has room for one
+// whole vector more.
+template <class T> inline Size write_places(uint32_t bits, Size first, int32_t* to) {
+#if defined(__x86_64__) && SUBQUAD_BYTES == 64
+  // Without a branch: how many bits are set cannot be predicted.
+  if constexpr (sizeof(T) == 4) {
+    const __m512i places = _mm512_add_epi32(_mm512_set1_epi32(int32_t(first)),
+                                            _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
+    _mm512_storeu_si512(to, _mm512_maskz_compress_epi32(__mmask16(bits), places));
+    return __builtin_popcount(bits);
+  }
+#endif
+  Size count = 0;
+  for (; bits; bits &= bits - 1) to[count++] = int32_t(first + __builtin_ctz(bits));
+  return count;
+}
 
 // The scores above `limit` are selected, and the first `ties` of those that equal it.
 template <class T> struct Threshold {
@@ -52,6 +70,29 @@ template <class T> Threshold<T> find_threshold(const T* scores, Size size, Size 
   }
 }
 
+// Write the columns of the `wanted` highest scores among the first `size` to `found`, in order, and return how many
+// there are. Never more than that: products that overflow give scores without an order. Scores beyond `size`, up to a
+// whole number of vectors, are -infinity.
+template <class T> Size take_best(const T* scores, Size size, Size wanted, std::vector<int32_t>& found) {
+  Threshold<T> threshold = find_threshold<T>(scores, (size + lanes<T> - 1) / lanes<T> * lanes<T>, wanted);
+  found.resize(size + 2 * lanes<T>);
+  Size count = 0;
+  for (Size j = 0; j < size; j += lanes<T>) {
+    const vec<T> x = load(scores + j);
+    uint32_t bits = lanes_of<T>(x > all<T>(threshold.limit));
+    if (threshold.ties > 0) {
+      for (uint32_t equal = lanes_of<T>(x == all<T>(threshold.limit)); equal && threshold.ties > 0;
+           equal &= equal - 1) {
+        bits |= equal & -equal;
+        --threshold.ties;
+      }
+    }
+    count += write_places<T>(bits, j, found.data() + count);
+  }
+  while (count > 0 && found[count - 1] >= size) --count;
+  return std::min(count, wanted);
+}
+
 // Counting sort by unit; the rows of a unit keep their order.
 class Sorter {
  public:
@@ -69,40 +110,27 @@ class Sorter {
   std::vector<Size> ends;
 };
 
-// C_i[j] (+)= sum_k A_i[k] B[k][j] for `count` <= rows rows at arbitrary addresses.
-template <class T, int rows, bool anew>
-inline void scattered_rows(Size count, Size columns, Size depth, const T* const* a, const T* b, Size b_row,
-                           T* const* c) {
+// C_i[j] += sum_k A_i[k] B[k][j] for `count` <= rows rows at arbitrary addresses; B has contiguous rows of `columns`.
+template <class T, int rows>
+inline void scattered_product(Size count, Size columns, Size depth, const T* const* a, const T* b, T* const* c) {
   if constexpr (rows > 0) {
-    if (count != rows) return scattered_rows<T, rows - 1, anew>(count, columns, depth, a, b, b_row, c);
+    if (count != rows) return scattered_product<T, rows - 1>(count, columns, depth, a, b, c);
+    constexpr Size wide = SUBQUAD_COLUMNS * lanes<T>;
     const auto element = [a](Size i, Size k) { return a[i][k]; };
     Size j = 0;
     const auto place = [c, &j](Size i) { return c[i] + j; };
-    for (; j + 2 * lanes<T> <= columns; j += 2 * lanes<T>) tile<T, rows, 2, anew>(depth, element, b + j, b_row, place);
-    if (j < columns) tile<T, rows, 1, anew>(depth, element, b + j, b_row, place);
+    for (; j + wide <= columns; j += wide) tile<T, rows, SUBQUAD_COLUMNS, false>(depth, element, b + j, columns, place);
+    for (; j < columns; j += lanes<T>) tile<T, rows, 1, false>(depth, element, b + j, columns, place);
   }
 }
 
-template <class T> struct Panel {  // B, with contiguous rows
-  const T* data;
-  Size row;
-};
-
-// For each selection: C(selection)[j] (+)= sum_k A(selection)[k] B(unit)[k][j]. The selections are sorted by unit.
-template <class T, bool anew, class A, class B, class C>
-void selected_product(const std::vector<Selection>& selections, Size columns, Size depth, A a_of, B b_of, C c_of) {
+// Call body(first, count) for the runs of selections of one unit, of at most ROWS_PER_BLOCK rows each.
+template <class Body> void for_each_unit(const std::vector<Selection>& selections, Body body) {
   const Size size = selections.size();
   for (Size i = 0, count; i < size; i += count) {
     const Selection* first = selections.data() + i;
     for (count = 1; count < ROWS_PER_BLOCK && i + count < size && first[count].unit == first->unit;) ++count;
-    const T* a[ROWS_PER_BLOCK];
-    T* c[ROWS_PER_BLOCK];
-    for (Size r = 0; r < count; ++r) {
-      a[r] = a_of(first[r]);
-      c[r] = c_of(first[r]);
-    }
-    const Panel<T> b = b_of(first->unit);
-    scattered_rows<T, ROWS_PER_BLOCK, anew>(count, columns, depth, a, b.data, b.row, c);
+    body(first, count);
   }
 }
 

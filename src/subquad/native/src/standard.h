@@ -10,6 +10,7 @@
 #include <cstring>
 #include <memory>
 #include <new>
+#include <numeric>
 #include <system_error>
 #include <thread>
 #include <utility>

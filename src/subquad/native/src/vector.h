@@ -8,6 +8,10 @@
 #include <cstdint>
 #include <cstring>
 
+#ifdef __x86_64__
+#include <immintrin.h>
+#endif
+
 namespace subquad::SUBQUAD_ISA {
 
 using Size = std::ptrdiff_t;  // sizes and strides: their products may not fit into 32 bits
@@ -48,9 +52,11 @@ template <class T> inline T sum(vec<T> x) {
 }
 
 template <class T> inline T largest(vec<T> x) {
-  T top = x[0];
-  for (Size i = 1; i < lanes<T>; ++i) top = x[i] > top ? x[i] : top;
-  return top;
+  T parts[lanes<T>];
+  std::memcpy(parts, &x, sizeof parts);
+  for (Size half = lanes<T> / 2; half > 0; half /= 2)
+    for (Size i = 0; i < half; ++i) parts[i] = parts[half + i] > parts[i] ? parts[half + i] : parts[i];
+  return parts[0];
 }
 
 // start, start + step, start + 2 step, ...
@@ -61,6 +67,27 @@ template <class T> inline mask<T> places(Size start, Size step = 1) {
 }
 
 template <class T> inline vec<T> larger(vec<T> a, vec<T> b) { return a > b ? a : b; }
+
+// Bit i is set where lane i is true.
+template <class T> inline uint32_t lanes_of(mask<T> found) {
+#if defined(__x86_64__) && SUBQUAD_BYTES == 64
+  if constexpr (sizeof(T) == 4) return _mm512_movepi32_mask(reinterpret_cast<__m512i>(found));
+  return _mm512_movepi64_mask(reinterpret_cast<__m512i>(found));
+#elif defined(__x86_64__) && SUBQUAD_BYTES == 32
+  if constexpr (sizeof(T) == 4) return _mm256_movemask_ps(reinterpret_cast<__m256>(found));
+  return _mm256_movemask_pd(reinterpret_cast<__m256d>(found));
+#else
+  uint32_t bits = 0;
+  for (Size i = 0; i < lanes<T>; ++i) bits |= uint32_t(found[i] != 0) << i;
+  return bits;
+#endif
+}
+
+// The nearest whole number, half to even, for |x| far below the size of the mantissa.
+template <class T> inline T rounded(T x) {
+  constexpr T shift = sizeof(T) == 4 ? T(12582912.0) : T(6755399441055744.0);
+  return (x + shift) - shift;
+}
 
 // exp(x) for x up to 87 (708 in float64); 0 if the result would be subnormal; NaN stays NaN. Tested in steps of 1e-6
 // (5e-6), the error is at most 1.22 units in the last place, or 0.94 with fused multiply-adds.

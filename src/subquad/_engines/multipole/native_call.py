@@ -1,0 +1,58 @@
+"""Multipole in the native kernels: which calls they serve, and how they are called."""
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from subquad import native
+from subquad._engines.multipole.memory import Memory
+from subquad._torch_internals import is_transformed
+from subquad.methods import multipole as settings
+from subquad.methods.multipole import Multipole
+from subquad.native.calls import MultipoleCall, check_result
+from subquad.native.loader import FOUND
+
+
+def is_served(*tensors: Tensor) -> bool:
+    """Return whether the kernels serve a call with these wide tensors, without gradients."""
+    dtype = tensors[0].dtype
+    return (
+        native.available()
+        and dtype in (torch.float32, torch.float64)
+        and all(x.device.type == "cpu" and x.dtype == dtype for x in tensors)
+        and all(x.numel() > 0 for x in tensors)
+        and not torch.compiler.is_compiling()
+        and not is_transformed(*tensors)
+    )
+
+
+def meet_natively(method: Multipole, q: Tensor, memory: Memory, sees: Tensor) -> Tensor:
+    """Return (b, g, n, e), as `meet` does."""
+    q, sees, table = q.contiguous(), sees.contiguous(), memory.table()
+    output = q.new_empty(*q.shape[:3], memory.raw_values.shape[-1])
+    call = native_call(method, q, memory, sees, table, output)
+    assert FOUND.library is not None
+    check_result(FOUND.library.multipole(ctypes.byref(call)))
+    return output
+
+
+def top_of(method: Multipole, memory: Memory) -> int:
+    """Return how many blocks a query can read at most."""
+    return min(method.top, memory.segments * settings.BLOCKS_PER_SEGMENT)
+
+
+def native_call(
+    method: Multipole, q: Tensor, memory: Memory, sees: Tensor, table: Tensor, output: Tensor
+) -> MultipoleCall:
+    """Return the arguments of a kernel: queries (b, g, n, d) that see `sees` (b, n) keys, and where the output goes."""
+    b, g, n, d = q.shape
+    top, looks = top_of(method, memory), min(method.looks, memory.segments * settings.BLOCKS_PER_SEGMENT)
+    return MultipoleCall(
+        q.dtype == torch.float64, torch.get_num_threads(), b, g, n, d, output.shape[-1], method.block, method.sinks,
+        method.window, top, looks, settings.OPENED_SEGMENTS, settings.GROUPED_FROM_SEGMENTS,
+        memory.raw_keys.shape[1], memory.roots.shape[1], settings.MAX_VARIANCE, q.data_ptr(),
+        memory.sink_keys.data_ptr(), memory.sink_values.data_ptr(), memory.raw_keys.data_ptr(),
+        memory.raw_values.data_ptr(), memory.base.data_ptr(), sees.data_ptr(), table.data_ptr(),
+        memory.roots.data_ptr(), output.data_ptr(),
+    )  # fmt: skip
