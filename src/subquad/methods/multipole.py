@@ -30,8 +30,8 @@ MAX_SETTING = 1 << 31
 MAX_BLOCK = 16  # keys; the width of a panel of the native kernels
 MAX_SINKS = 1024
 BLOCKS_PER_SEGMENT = 16
-GROUPED_FROM_SEGMENTS = 64  # finished segments from which on a query opens only some of them
-OPENED_SEGMENTS = 24
+GROUPED_FROM_SEGMENTS = 20  # finished segments from which on a query opens only some of them
+OPENED_SEGMENTS = 16
 LOOKS_PER_READ = 6
 MAX_VARIANCE = 1.0  # In a block that is not read no key stands out, which a larger variance would assume.
 

@@ -1,7 +1,7 @@
 // For x86 with AVX2 and FMA: vectors of 32 bytes, 16 registers. Empty elsewhere.
 #ifdef __x86_64__
 #include "standard.h"
-#pragma GCC target("avx2,fma")
+#pragma GCC target("avx2,fma,popcnt")
 #define SUBQUAD_ISA avx2
 #define SUBQUAD_BYTES 32
 #define SUBQUAD_COLUMNS 2

@@ -1,7 +1,7 @@
 // For x86 with AVX-512: vectors of 64 bytes, 32 registers. Empty elsewhere.
 #ifdef __x86_64__
 #include "standard.h"
-#pragma GCC target("avx512f,avx512dq,avx512bw,avx512vl,avx2,fma")
+#pragma GCC target("avx512f,avx512dq,avx512bw,avx512vl,avx2,fma,popcnt")
 #define SUBQUAD_ISA avx512
 #define SUBQUAD_BYTES 64
 #define SUBQUAD_COLUMNS 4

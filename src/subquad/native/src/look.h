@@ -35,7 +35,7 @@ struct PlainProducts {
 
 #if defined(__x86_64__) && SUBQUAD_BYTES == 64
 // For machines with AVX-512 VNNI, whose functions need this attribute.
-#define SUBQUAD_BYTE_PRODUCTS __attribute__((target("avx512f,avx512dq,avx512bw,avx512vl,avx512vnni")))
+#define SUBQUAD_BYTE_PRODUCTS __attribute__((target("avx512f,avx512dq,avx512bw,avx512vl,avx512vnni,avx2,fma,popcnt")))
 
 struct ByteProducts {
   static bool available() {

@@ -39,6 +39,7 @@ template <class T> class Multipole {
     const Size columns = FAN * std::max(flat, slots);
     means = Buffer<T>(capacity * columns);
     logs = Buffer<T>(capacity * columns);
+    radii = Buffer<T>(far * FAN);
     outer_row = far >= call.grouped_from ? whole_panels(far) * PANEL : 0;
     outer = Buffer<T>(capacity * outer_row);
     score = Buffer<T>(std::max(columns, outer_row));
@@ -79,13 +80,13 @@ template <class T> class Multipole {
   Tile tile{};
   Buffer<T> queries, answers;
   Buffer<T> first, near;                // logits of the sinks and of the near keys
-  Buffer<T> outer, means, logs;         // log-weights of unopened segments; mean logits and log-weights of blocks
+  Buffer<T> outer, means, logs, radii;  // log-weights of unopened segments; mean logits and log-weights of blocks
   Buffer<T> score, looked;              // of the units that one row considers; of the blocks that each row looked at
   Buffer<T> totals, excess;             // (rows, 16): partial sums of the weights; logits of read keys above the level
   T hidden[PANEL];                      // 0 for the keys of a block, -infinity beyond
   std::vector<uint8_t> bytes;           // the queries in 8 bits
   std::vector<T> norms, scales, level;  // |q|, the scale of the bytes, the largest log-weight of each row
-  std::vector<Size> column;             // (rows, looks): where `logs` has a block that a row looked at
+  std::vector<int32_t> column;          // (rows, looks): where `logs` has a block that a row looked at
   std::vector<Selection> opened;        // segments that rows open, by segment
   std::vector<Selection> by_row;        // the same, by row
   std::vector<Selection> candidates;    // blocks that rows look at, by block
@@ -210,20 +211,23 @@ template <class T> class Multipole {
   void find_candidates() {
     candidates.clear();
     const T log_keys = std::log(T(call.block)), reach = std::sqrt(2 * log_keys);
+    for (Size s = 0; s < tile.far; ++s)
+      std::copy(segment(s) + record.radius, segment(s) + record.radius + FAN, radii + s * FAN);
     Size begin = 0, slots = tile.far;  // of row r in by_row
     for (Size r = 0; r < tile.rows; ++r, begin += slots) {
       if (tile.grouped)
         for (slots = 0; begin + slots < Size(by_row.size()) && by_row[begin + slots].row == r;) ++slots;
       T *m = means + r * tile.columns, *log_weights = logs + r * tile.columns;
       for (Size i = 0; i < slots; ++i)
-        weigh(segment(segment_of(i, begin)) + record.radius, m + i * FAN, log_weights + i * FAN, score + i * FAN, r,
-              log_keys, reach);
+        weigh(radii + segment_of(i, begin) * FAN, m + i * FAN, log_weights + i * FAN, score + i * FAN, r, log_keys,
+              reach);
       hide_from(log_weights, slots * FAN, tile.columns);
       const Size count = take_best<T>(score, slots * FAN, call.looks, found);
       for (Size i = 0; i < count; ++i) {
         const Size j = found[i];
-        candidates.push_back({int32_t(segment_of(j / FAN, begin) * FAN + j % FAN), int32_t(r), int32_t(i)});
-        column[r * call.looks + i] = j;
+        const Size unit = tile.grouped ? segment_of(j / FAN, begin) * FAN + j % FAN : j;
+        candidates.push_back({int32_t(unit), int32_t(r), int32_t(i)});
+        column[r * call.looks + i] = int32_t(j);
       }
       hide_from(looked + r * looks_row(), count, looks_row());
     }

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 #include <utility>
 #include <vector>
 
@@ -42,10 +43,8 @@ template <class T> struct Threshold {
 };
 
 template <class T> Size count_above(const T* scores, Size size, T limit) {
-  mask<T> count{};
-  for (Size j = 0; j < size; j += lanes<T>) count -= load(scores + j) > all<T>(limit);
   Size total = 0;
-  for (Size i = 0; i < lanes<T>; ++i) total += count[i];
+  for (Size j = 0; j < size; j += lanes<T>) total += __builtin_popcount(lanes_of<T>(load(scores + j) > all<T>(limit)));
   return total;
 }
 
@@ -74,8 +73,12 @@ template <class T> Threshold<T> find_threshold(const T* scores, Size size, Size 
 // there are. Never more than that: products that overflow give scores without an order. Scores beyond `size`, up to a
 // whole number of vectors, are -infinity.
 template <class T> Size take_best(const T* scores, Size size, Size wanted, std::vector<int32_t>& found) {
-  Threshold<T> threshold = find_threshold<T>(scores, (size + lanes<T> - 1) / lanes<T> * lanes<T>, wanted);
   found.resize(size + 2 * lanes<T>);
+  if (size <= wanted) {
+    std::iota(found.begin(), found.begin() + size, 0);
+    return size;
+  }
+  Threshold<T> threshold = find_threshold<T>(scores, (size + lanes<T> - 1) / lanes<T> * lanes<T>, wanted);
   Size count = 0;
   for (Size j = 0; j < size; j += lanes<T>) {
     const vec<T> x = load(scores + j);
