@@ -39,7 +39,8 @@ def test_all_rules_are_covered(catalog: Any) -> None:
 def test_a_rule_that_can_afford_all_keys_is_exact(catalog: Any, name: str) -> None:
     query, key, value = inputs()
     expected = scaled_dot_product_attention(query, key, value, is_causal=True, scale=SCALE, enable_gqa=True)
-    large = Multipole(top=LENGTH, rank=4)
+    # What is left of the budget after the scan has to pay for all keys; each rule scans in its own way.
+    large = Multipole(top=LENGTH) if "antidiagonal" in name else Multipole(window=4096)
     torch.testing.assert_close(catalog.rules(large)[name](query, key, value, SCALE, 0), expected)
 
 

@@ -3,6 +3,9 @@
 The oracle is the definition, one query at a time, in float64. How a segment is sorted is tested in test_bisection.py.
 """
 
+import copy
+import pickle
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from math import log, sqrt
 from typing import NamedTuple
@@ -306,6 +309,98 @@ def test_an_old_state_outlives_the_steps_after_it() -> None:
     assert torch.equal(first, again)
 
 
+def test_steps_may_change_their_query_heads() -> None:
+    """What the steps share is prepared for a number of heads."""
+    q, k, v = (x[None].float() for x in inputs(100, group=4))
+    _, state = attended(SMALL, q, k, v, return_state=True)
+    step = [x[:, :, :1] for x in (q, k, v)]
+    for heads in (8, 2, 8):
+        found, after = attended(SMALL, step[0][:, :heads], *step[1:], state=state, return_state=True)
+        expected, _ = attended(SMALL, step[0][:, :heads], *step[1:], state=state.detach(), return_state=True)
+        torch.testing.assert_close(found, expected)
+        state = after
+
+
+def test_beams_may_be_slices() -> None:
+    q, k, v = normal_inputs(6, 1, n=90, d=8, e=8)
+    keep = torch.arange(90) >= torch.tensor([0, 20, 3, 50, 9, 70])[:, None]
+    _, state = attended(SMALL, q, k, v, keep=keep, return_state=True)
+    step = [x[::2, :, :1] for x in (q, k, v)]
+    slices, chosen = (
+        attended(SMALL, *step, state=state[index])[0] for index in (slice(0, 6, 2), torch.tensor([0, 2, 4]))
+    )
+    torch.testing.assert_close(slices, chosen)
+
+
+def test_a_state_can_be_copied_and_pickled_after_steps() -> None:
+    q, k, v = (x[None] for x in inputs(100))
+    _, state = attended(SMALL, q, k, v, return_state=True)
+    step = [x[:, :, :1] for x in (q, k, v)]
+    _, state = attended(SMALL, *step, state=state, return_state=True)
+    copies = [copy.deepcopy(state), pickle.loads(pickle.dumps(state))]
+    expected, _ = attended(SMALL, *step, state=state, return_state=True)
+    for own in copies:
+        assert torch.equal(attended(SMALL, *step, state=own, return_state=True)[0], expected)
+
+
+def test_threads_may_continue_one_state() -> None:
+    q, k, v = (x[None] for x in inputs(100))
+    _, state = attended(SMALL, q, k, v, return_state=True)
+
+    def decode(seed: int) -> Tensor:
+        own, outputs = state, []
+        for i in range(30):
+            step = [x[:, :, i : i + 1] + seed for x in (q, k, v)]
+            output, own = attended(SMALL, *step, state=own, return_state=True)
+            outputs.append(output)
+        return torch.cat(outputs, 2)
+
+    expected = [decode(seed) for seed in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(decode, range(4)))
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+def test_gradients_reach_every_part_of_a_state() -> None:
+    """Sinks alone, values alone, and after a step without gradients."""
+    for n, who in ((2, "k"), (30, "v"), (60, "v")):
+        q, k, v = (x[None] for x in inputs(n))
+        (k if who == "k" else v).requires_grad_()
+        _, state = attended(SMALL, q, k, v, return_state=True)
+        step = [x[:, :, :1].detach() for x in (q, k, v)]
+        with torch.no_grad():
+            _, state = attended(SMALL, *step, state=state.detach() if n == 2 else state, return_state=True)
+        _, state = attended(SMALL, q, k, v, return_state=True)
+        assert attended(SMALL, *step, state=state, return_state=True)[0].requires_grad
+
+
+def test_future_values_leave_no_trace_in_gradients() -> None:
+    q, k, v = (x[None].float().requires_grad_() for x in inputs(150))
+    huge = torch.where(torch.arange(150)[:, None] > 100, 1e38, v)
+    attended(SMALL, q, k, huge)[0][:, :, :100].sum().backward()
+    assert q.grad[:, :, :100].isfinite().all()
+
+
+def test_many_gradients_at_once() -> None:
+    q, k, v = (x[None].requires_grad_() for x in inputs(80))
+    output = attended(SMALL, q, k, v)[0]
+    many = torch.stack([torch.ones_like(output), output.detach()])
+    found = torch.autograd.grad(output, (q, k, v), many, is_grads_batched=True, retain_graph=True)
+    for i in range(2):
+        for a, b in zip(found, torch.autograd.grad(output, (q, k, v), many[i], retain_graph=True), strict=True):
+            torch.testing.assert_close(a[i], b, rtol=1e-9, atol=1e-9)
+
+
+@by_form
+def test_a_state_is_read_without_a_new_key(form) -> None:
+    """As in cross-attention; and keys without queries make a state."""
+    q, k, v = (x[None] for x in inputs(120))
+    _, state = attended(SMALL, q[:, :, :0], k, v, form=form, return_state=True)
+    found, _ = attended(SMALL, q, k[:, :, :0], v[:, :, :0], form=form, is_causal=False, state=state)
+    torch.testing.assert_close(found, attended(SMALL, q, k, v, form=form, is_causal=False)[0], rtol=1e-9, atol=1e-9)
+
+
 def _output(method: Multipole, form: str | None, options: dict, *inputs: Tensor) -> Tensor:
     return attended(method, *inputs, form=form, **options)[0]
 
@@ -463,14 +558,21 @@ def test_more_of_everything_is_nearer() -> None:
     assert errors == sorted(errors, reverse=True) and errors[-1] < errors[0] / 3, errors
 
 
-@by_form
-def test_large_logits_overflow_nothing(form) -> None:
-    """Looks in 8 bits are then off by more than exp can bear."""
-    for std in (30.0, 300.0, 1e4):
-        q, k, v = normal_inputs(1, 2, n=300, d=8, e=8, std=std)
-        for method in METHODS.values():
-            found, _ = attended(method, q, k, v / std, form=form)
-            assert found.isfinite().all()
+@needs_kernels
+def test_large_logits_overflow_nothing() -> None:
+    """Looks in 8 bits are then off by more than exp can bear, in both directions."""
+    for std in (10.0, 100.0, 1e4):
+        for d in (8, 64):
+            q, k, v = normal_inputs(1, 2, n=300, d=d, e=8, std=std, dtype=torch.float64)
+            for method in METHODS.values():
+                found, expected = (attended(method, q, k, v / std, form=form)[0] for form in ("fused", "dense"))
+                torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_a_width_of_zero_gives_the_mean_of_the_values() -> None:
+    q, v = torch.zeros(1, 1, 100, 0), normal_inputs(1, 1, n=100, e=16)[2]
+    found = attended(SMALL, q, q, v)[0]
+    torch.testing.assert_close(found, v.cumsum(2) / torch.arange(1, 101)[:, None])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -9,6 +9,7 @@ A sequence cut anywhere, and resumed from its state, gives the result of the who
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from threading import Lock
 from typing import Any
 
 import torch
@@ -18,12 +19,30 @@ from subquad._calls.layout import Layout
 from subquad._torch_internals import register_container
 
 
-@dataclass
 class WritePermit:
     """Write permission for a shared buffer: only the state whose length equals `length` may append in place."""
 
-    length: int
-    prepared: Any = None  # what the steps from here on have in common
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.prepared: Any = None  # what the steps from here on have in common
+        self._lock = Lock()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copies and pickles belong to other tensors: what was prepared for these is left out."""
+        return WritePermit, (self.length,)
+
+    def claim(self, length: int) -> bool:
+        """Take the permission of the state of this length for one token; False if another call has it."""
+        with self._lock:
+            if self.length != length:
+                return False
+            self.length += 1
+            return True
+
+    def give_back(self) -> None:
+        """Undo a claim whose token was not appended."""
+        with self._lock:
+            self.length -= 1
 
 
 @dataclass(frozen=True)

@@ -25,14 +25,15 @@ from typing import ClassVar
 
 from subquad.methods.checks import check_whole
 from subquad.methods.method import Engine, Method
+from subquad.native.calls import FAN, PADDING
 
 MAX_SETTING = 1 << 31
-MAX_BLOCK = 16  # keys; the width of a panel of the native kernels
+MAX_BLOCK = PADDING  # keys; the width of a panel of the native kernels
 MAX_SINKS = 1024
-BLOCKS_PER_SEGMENT = 16
+BLOCKS_PER_SEGMENT = FAN
 GROUPED_FROM_SEGMENTS = 20  # finished segments from which on a query opens only some of them
 OPENED_SEGMENTS = 16
-LOOKS_PER_READ = 6
+LOOKS_PER_READ = 8
 MAX_VARIANCE = 1.0  # In a block that is not read no key stands out, which a larger variance would assume.
 
 
@@ -66,7 +67,7 @@ class Multipole(Method):
     window: int = 64
     sinks: int = 4
     block: int = 16
-    top: int = 16
+    top: int = 12
 
     def __post_init__(self) -> None:
         least = {"window": 1, "sinks": 0, "block": 2, "top": 0}
@@ -77,7 +78,10 @@ class Multipole(Method):
 
     @property
     def label(self) -> str:
-        return "Multipole()" if self == Multipole() else str(self)
+        usual = Multipole()
+        changed = {field.name: getattr(self, field.name) for field in fields(self)}
+        shown = (f"{name}={value}" for name, value in changed.items() if value != getattr(usual, name))
+        return f"Multipole({', '.join(shown)})"
 
     @property
     def segment(self) -> int:

@@ -14,6 +14,7 @@ from torch import Tensor
 PADDING = 16  # numbers in a row of whole vectors, whatever the instruction set
 PAIR_BLOCK = 64  # tokens of a block of pairs
 FAN = 16  # blocks of a segment of Multipole
+ROUNDS = 2  # power iterations for the main direction of its keys
 TYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}  # SubquadType
 # SubquadMap
 MAPS = {
@@ -70,7 +71,8 @@ class MultipoleCall(Structure):
     _fields_ = [
         *((name, c_int64) for name in (
             "wide", "threads", "batch", "group", "queries", "width", "values", "block", "sinks", "window", "top",
-            "looks", "opened", "grouped_from", "raw_panels", "root_count",
+            "looks", "opened", "grouped_from", "raw_panels", "root_count", "output_batch", "output_group",
+            "output_token",
         )),
         ("widest", c_double),
         *((name, c_void_p) for name in (
@@ -98,7 +100,7 @@ class MultipoleGradient(Structure):
 INTERFACE = (
     f"types {' '.join(str(kind).removeprefix('torch.') for kind in TYPES)}; maps {' '.join(MAPS)}; "
     f"results ok no_memory poisoned segment_due; padding {PADDING}; pair block {PAIR_BLOCK}; fan {FAN}; "
-    f"call {ctypes.sizeof(FeatureCall)}; multipole {ctypes.sizeof(MultipoleCall)}; "
+    f"rounds {ROUNDS}; call {ctypes.sizeof(FeatureCall)}; multipole {ctypes.sizeof(MultipoleCall)}; "
     f"gradient {ctypes.sizeof(MultipoleGradient)}; segments {ctypes.sizeof(SegmentsCall)}"
 )
 assert FEATURE_CALL.size == ctypes.sizeof(FeatureCall)

@@ -13,11 +13,10 @@ from typing import Any
 import torch
 
 from subquad import native
-from subquad._engines.multipole.bisection import ROUNDS
 from subquad._engines.multipole.records import Layout
 from subquad.methods import multipole as settings
 from subquad.methods.multipole import BLOCKS_PER_SEGMENT, Multipole
-from subquad.native.calls import padded
+from subquad.native.calls import ROUNDS, padded
 from subquad.planning.cost_result import Cost, order_of
 from subquad.planning.shape import Shape, seen_pairs
 
@@ -29,7 +28,7 @@ def multipole_cost(method: Any, shape: Shape, form: str | None, dtype: torch.dty
     d, e, training, is_step = shape.head_dim, shape.value_dim, shape.training, form == "step"
     b, heads = shape.batch * shape.key_heads, shape.batch * shape.heads
     number, wide = dtype.itemsize, torch.promote_types(dtype, torch.float32).itemsize
-    if is_step:  # The last query sees all keys; the moments of those before it exist.
+    if is_step:  # The last query sees all keys; the segments before it are finished.
         pairs, sorting = met_by_one(method, shape.key_length), 0
     else:
         pairs, sorting = met(method, shape), b * segment_flops(method, shape)
@@ -37,22 +36,35 @@ def multipole_cost(method: Any, shape: Shape, form: str | None, dtype: torch.dty
     if chosen == "dense":  # Rows of a tile read what any of them chose.
         pairs = met_by_torch(method, shape)
     flops = heads * 2 * pairs * (d + e) + sorting
-    kept = b * state_numbers(method, shape)
-    made = b * (shape.key_length * (d + padded(e)) + state_numbers(method, shape))  # keys in panels, and the segments
+    kept = b * state_numbers(method, shape, wide)
+    made = b * shape.key_length * (d + padded(e)) + kept  # keys in panels, and the segments
     moved = number * (shape.inputs + shape.outputs) + wide * (heads * pairs * (d + e) if is_step else 2 * made)
     peak = number * shape.outputs + wide * (shape.outputs + (0 if is_step else made))
-    if training:  # Everything is made again, and a gradient of both factors of each product.
-        flops, moved, peak = 4 * flops, 4 * moved, peak + number * shape.inputs + 2 * wide * kept
-    order = order_of("n m (d + e)" if chosen == "dense" else "n m / 256 (d + e)", "n e + m (d + e)", shape)
+    if training:  # The backward pass visits all far blocks, and makes every product again with its two gradients.
+        visited = pairs if chosen == "dense" else met(method, shape, opens_all=True)
+        flops += heads * 2 * visited * (3 * d + 2 * e) + sorting
+        moved *= 4
+        # Gradients of queries, keys and values; rows and panels of all keys; two sums of gradients of each.
+        peak += number * shape.inputs + wide * (2 * shape.outputs + b * shape.key_length * (8 * d + 7 * e))
+    fraction = "" if chosen == "dense" else " / 16" if training else " / 256"
+    order = order_of(f"n m{fraction} (d + e)", "n e + m (d + e)", shape)
     return Cost(flops, moved, peak, wide * kept, 0, chosen, order)
 
 
-def met(method: Multipole, shape: Shape) -> int:
-    """Return the keys and pseudo-keys that all queries of a head meet."""
+def met(method: Multipole, shape: Shape, opens_all: bool = False) -> int:
+    """Return the keys and pseudo-keys that all queries of a head meet; `opens_all`: if they open every segment."""
     n, m = shape.query_length, shape.key_length
+    extra = _extra_blocks(method, n, m, shape.is_causal) if opens_all else 0
     if not shape.is_causal:
-        return n * met_by_one(method, m)
-    return _met_up_to(method, min(n, m)) + max(0, n - m) * met_by_one(method, m)
+        return n * met_by_one(method, m) + extra
+    return _met_up_to(method, min(n, m)) + max(0, n - m) * met_by_one(method, m) + extra
+
+
+def _extra_blocks(method: Multipole, n: int, m: int, is_causal: bool) -> int:
+    """Return about how many blocks are in segments that queries do not open."""
+    far = max(0, m - method.sinks - method.window) // method.segment
+    closed = max(0, far - settings.OPENED_SEGMENTS) if far >= settings.GROUPED_FROM_SEGMENTS else 0
+    return n * BLOCKS_PER_SEGMENT * closed // (2 if is_causal else 1)
 
 
 def met_by_torch(method: Multipole, shape: Shape) -> int:
@@ -102,10 +114,10 @@ def segment_flops(method: Multipole, shape: Shape) -> int:
     return keys // method.segment * method.segment * (levels * (5 + 4 * ROUNDS) * d + 2 * (4 * d + e))
 
 
-def state_numbers(method: Multipole, shape: Shape) -> int:
-    """Return how many wide numbers the state of a head has."""
+def state_numbers(method: Multipole, shape: Shape, itemsize: int) -> int:
+    """Return how many wide numbers of this size the state of a head has."""
     d, e = shape.head_dim, padded(shape.value_dim)
     segments = max(0, shape.key_length - method.sinks - method.window) // method.segment
-    record = Layout(d, e, method.block, torch.float32.itemsize)
+    record = Layout(d, e, method.block, itemsize)
     roots = -(-segments // BLOCKS_PER_SEGMENT) * record.header
     return segments * record.size + roots + (padded(method.sinks) + padded(method.window + method.segment)) * (d + e)

@@ -166,7 +166,7 @@ def exact_rows(call: Call, picked: Picked) -> Tensor:
 
 def method_rows(method: Any, call: Call, picked: Picked) -> Tensor:
     """Return (b, g, p, e), float64: the picked rows of an approximation."""
-    if engine_of(method) == "multipole":  # A row costs little, and its moments as much as those of all rows.
+    if engine_of(method) == "multipole":  # A row costs little, and its blocks as much as those of all rows.
         wide = torch.promote_types(call.dtype, torch.float32)
         rows = call.layout.fold_query(run(method, call._replace(dtype=wide, is_headless=False)).output)
         return rows.gather(2, picked.places[..., None].expand(-1, -1, -1, rows.shape[-1])).double()

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from subquad._engines.finite import cleaned
 from subquad._engines.multipole.records import Blocks, Roots
+from subquad.native.calls import ROUNDS
 
-ROUNDS = 2  # of the power iteration
 TINY = 1e-20
 
 
@@ -37,7 +37,7 @@ def like_order(k: Tensor, block: int) -> Tensor:
     order = torch.arange(n, device=k.device).expand(p, n)
     size = n
     while size > block:
-        own = k.gather(1, order[..., None].expand(-1, -1, d)).reshape(-1, size, d)
+        own = k.gather(1, order[..., None].expand(-1, -1, d)).reshape(p * n // size, size, d)
         offsets = own - own.mean(1, keepdim=True)
         places = cleaned((offsets @ main_direction(offsets))[..., 0])
         ranked = places.argsort(dim=1, stable=True)

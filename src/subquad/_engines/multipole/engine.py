@@ -35,6 +35,7 @@ class Mode(NamedTuple):
     is_growing: bool  # the memory is wanted
     use_kernels: bool
     is_recorded: bool  # by autograd
+    is_finite: bool  # nothing has to be cleaned
 
 
 def run(method: Multipole, call: Call, form: str | None = None) -> Result:
@@ -61,14 +62,22 @@ def _attend(method: Multipole, call: Call, by_torch: bool) -> Result:
             "dimensions, of which it takes any number"
         )
     q, k, v = call.folded()
-    q = widen(q) * call.logit_scale
-    k, v, width = widen(k), widen(v), v.shape[-1]
+    q, k, v, width = widen(q), widen(k), widen(v), v.shape[-1]
+    if call.layout.width == 0:  # All logits are 0, as with one number that is 0.
+        q, k = F.pad(q, (0, 1)), F.pad(k, (0, 1))
     before = None if call.state is None or not call.state.parts else folded(call.state, call.layout)
-    given = (q, k, v) if before is None else (q, k, v, before.raw_keys, *before.pages)
-    is_recorded = torch.is_grad_enabled() and any(x.requires_grad for x in given)
-    use_kernels = not by_torch and is_served(*given) and not (is_recorded and call.is_stateful)
+    parts = () if call.state is None else call.state.parts
+    is_recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *parts))
+    given = (q, k, v) if before is None else (q, k, v, before.raw_keys)
+    is_whole = not call.is_stateful and not call.is_empty
+    use_kernels = not by_torch and is_served(*given) and (is_whole or not is_recorded)
     v = v if width % PADDING == 0 else F.pad(v, (0, padded(width) - width))
-    mode = Mode(call.is_causal, call.return_state, use_kernels, is_recorded)
+    is_plain = use_kernels and not is_recorded
+    # Written in one pass, heads one after another, as the kernels read them.
+    q = torch.mul(q, call.logit_scale, out=q.new_empty(q.shape)) if is_plain else q * call.logit_scale
+    is_finite = is_plain and bool(torch.stack([x.sum() for x in (q, k, v)]).isfinite().all())
+    is_finite = is_finite and (before is None or not bool(before.poison.isnan().any()))
+    mode = Mode(call.is_causal, call.return_state, use_kernels, is_recorded, is_finite)
     output, memory = _computed(method, call, q, k, v, before, mode)
     state = None
     if call.return_state and memory is not None:
@@ -81,12 +90,18 @@ def _computed(
     method: Multipole, call: Call, q: Tensor, k: Tensor, v: Tensor, before: Memory | None, mode: Mode
 ) -> tuple[Tensor, Memory | None]:
     """Return the output (b, g, n, e), with poison, and the new memory."""
-    poison = poison_of(q)
+    poison = None if mode.is_finite else poison_of(q)
+    q = q if poison is None else cleaned(q)
     if call.segments is None:
-        output, memory = _in_order(method, cleaned(q), k, v, call.keep(), before, mode)
+        output, memory = _in_order(method, q, k, v, call.keep(), before, mode)
     else:
-        output, memory = _in_segments(method, cleaned(q), k, v, call.keep(), call.segments, before, mode)
-    return output + poison[..., None], memory
+        output, memory = _in_segments(method, q, k, v, call.keep(), call.segments, before, mode)
+    return output if poison is None else _poisoned(output, poison), memory
+
+
+def _poisoned(output: Tensor, poison: Tensor) -> Tensor:
+    """Return the output with NaN where poison (b, g, n) is. Adding 0 elsewhere would turn -0.0 into 0.0."""
+    return output.masked_fill(poison.isnan()[..., None], float("nan"))
 
 
 def _in_order(
@@ -94,23 +109,26 @@ def _in_order(
 ) -> tuple[Tensor, Memory | None]:
     """Compute queries and keys of one sequence per row; return the output and the new memory."""
     n, m = q.shape[2], k.shape[1]
-    poison = poison_of_keys(k, v, keep)
+    poison = None if mode.is_finite else poison_of_keys(k, v, keep)
     # The number of new keys up to the last one that a query sees; without a state, row i has key i.
     upto = torch.full((n,), m, device=k.device)
     if mode.is_causal:
         upto = (torch.arange(n, device=k.device) + (1 if before is None else 1 + m - n)).clamp(0, m)
     counted = upto.expand(len(k), -1) if keep is None else F.pad(keep.cumsum(1), (1, 0))[:, upto]
-    row_poison = F.pad(poison.cumsum(1), (1, 0))[:, upto]
-    if before is not None:
-        counted, row_poison = counted + before.filled[:, None], row_poison + before.poison[:, None]
+    counted = counted if before is None else counted + before.filled[:, None]
     memory = None
     if mode.use_kernels and mode.is_recorded:
         output = differentiable(method, q, _in_front(cleaned(k), keep), _in_front(cleaned(v), keep), counted)
     else:
-        memory = appended(method, before, k, v, keep, poison, mode.use_kernels)
+        memory = before if before is not None and m == 0 else appended(
+            method, before, k, v, keep, poison, mode.use_kernels)  # fmt: skip
         output = (meet_natively if mode.use_kernels else meet)(method, q, memory, counted)
         memory = settled(method, memory) if mode.is_growing else None
-    return output + row_poison[:, None, :, None], memory
+    if poison is None:
+        return output, memory
+    row_poison = F.pad(poison.cumsum(1), (1, 0))[:, upto]
+    row_poison = row_poison if before is None else row_poison + before.poison[:, None]
+    return _poisoned(output, row_poison[:, None].expand(output.shape[:3])), memory
 
 
 def _in_front(x: Tensor, keep: Tensor | None) -> Tensor:
@@ -176,5 +194,5 @@ def _last_segment(
                 before, filled=torch.where(continues, before.filled, 0), base=torch.where(continues, before.base, 0),
                 poison=torch.where(continues, before.poison, 0.0),
             )  # fmt: skip
-    poison = poison_of_keys(k, v, keep)
+    poison = None if mode.is_finite else poison_of_keys(k, v, keep)
     return settled(method, appended(method, before, k, v, keep, poison, mode.use_kernels))

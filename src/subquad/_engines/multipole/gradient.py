@@ -9,6 +9,7 @@ unit, p parts of a head.
 """
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from subquad._engines.multipole.meet import meet
 from subquad._engines.multipole.memory import Memory, appended, rows_of, whole
 from subquad._engines.multipole.native_call import native_call, top_of
 from subquad._engines.multipole.records import Blocks, Roots, unpacked, unpacked_roots
+from subquad._torch_internals import is_batched
 from subquad.methods import multipole as settings
 from subquad.methods.multipole import BLOCKS_PER_SEGMENT as FAN
 from subquad.methods.multipole import Multipole
@@ -55,19 +57,37 @@ class _Differentiable(torch.autograd.Function):
         call.level, call.chosen, call.opened_segments = level.data_ptr(), chosen.data_ptr(), opened.data_ptr()
         assert FOUND.library is not None
         check_result(FOUND.library.multipole(ctypes.byref(call)))
-        ctx.method, ctx.memory, ctx.saved = method, memory, (level, chosen, opened)
-        ctx.save_for_backward(q, k, v, sees, output)
+        ctx.method, ctx.length = method, memory.length
+        ctx.save_for_backward(q, k, v, sees, output, level, chosen, opened, *_tensors(memory))
         return output
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        q, k, v, sees, output = ctx.saved_tensors
-        if torch.is_grad_enabled():  # This is differentiated again.
-            q, k, v = (x if x.requires_grad else x.detach().requires_grad_() for x in (q, k, v))
-            again = by_torch(ctx.method, q, k, v, sees)
-            return None, *torch.autograd.grad(again, (q, k, v), grad, create_graph=True), None
-        found = _gradients(ctx.method, ctx.memory, q.contiguous(), sees, output, ctx.saved, grad.contiguous())
+        q, k, v, sees, output, *rest = ctx.saved_tensors
+        if torch.is_grad_enabled() or is_batched(grad):  # This is differentiated again, or for many gradients.
+            with torch.enable_grad():
+                q, k, v = (x if x.requires_grad else x.detach().requires_grad_() for x in (q, k, v))
+                again = by_torch(ctx.method, q, k, v, sees)
+            is_recorded = torch.is_grad_enabled()
+            return None, *torch.autograd.grad(again, (q, k, v), grad, create_graph=is_recorded), None
+        memory = _memory(ctx.length, rest[3:])
+        found = _gradients(ctx.method, memory, q.contiguous(), sees, output, tuple(rest[:3]), grad.contiguous())
         return None, *found, None
+
+
+def _tensors(memory: Memory) -> tuple[Tensor | None, ...]:
+    """Return the tensors of a memory, so that autograd can hold and free them."""
+    m, page = memory, memory.pages[0] if memory.pages else None
+    return m.filled, m.poison, m.base, m.sink_keys, m.sink_values, m.raw_keys, m.raw_values, m.roots, m.order, page
+
+
+def _memory(length: int, tensors: Sequence[Tensor]) -> Memory:
+    """Return the memory with these tensors."""
+    filled, poison, base, sink_keys, sink_values, raw_keys, raw_values, roots, order, page = tensors
+    pages = () if page is None else (page,)
+    return Memory(
+        length, filled, poison, base, sink_keys, sink_values, raw_keys, raw_values, roots, pages, order
+    )  # fmt: skip
 
 
 def _gradients(

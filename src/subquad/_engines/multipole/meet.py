@@ -24,7 +24,7 @@ TILE_ROWS = 64  # queries whose weights are made at once
 
 def meet(method: Multipole, q: Tensor, memory: Memory, sees: Tensor) -> Tensor:
     """Return (b, g, n, e): scaled queries (b, g, n, d) that see the first `sees` (b, n) keys."""
-    if q.numel() == 0 or memory.length == 0:  # no query, or nothing to see
+    if q.shape[:3].numel() == 0 or memory.length == 0:  # no query, or nothing to see
         nothing = q[..., :0].sum(-1, keepdim=True) + memory.raw_values[:, :0].sum((1, 2))[:, None, None, None]
         return nothing.expand(*q.shape[:3], memory.raw_values.shape[-1])
     record = memory.record(method)

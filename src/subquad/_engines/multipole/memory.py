@@ -89,8 +89,8 @@ def poison_of_keys(k: Tensor, v: Tensor, keep: Tensor | None) -> Tensor:
 
 
 def appended(
-    method: Multipole, before: Memory | None, k: Tensor, v: Tensor, keep: Tensor | None, poison: Tensor,
-    use_kernels: bool,
+    method: Multipole, before: Memory | None, k: Tensor, v: Tensor, keep: Tensor | None,
+    poison: Tensor | None, use_kernels: bool,
 ) -> Memory:  # fmt: skip
     """Return the memory with new keys.
 
@@ -102,15 +102,15 @@ def appended(
         k: New keys (b, m, d).
         v: Their values (b, m, e).
         keep: (b, m), True = may be seen.
-        poison: (b, m), as `poison_of_keys` returns it.
+        poison: (b, m), as `poison_of_keys` returns it; None if all keys and values are finite.
         use_kernels: Whether the native kernels serve; autograd then records nothing.
     """
-    k, v = cleaned(k), cleaned(v)
+    k, v = (k, v) if poison is None else (cleaned(k), cleaned(v))
     before = _empty(method, k, v) if before is None else before
     new = k.shape[1] if keep is None else keep.sum(1)
     memory = replace(
         _placed(method, before, k, v, keep), length=before.length + k.shape[1], filled=before.filled + new,
-        poison=before.poison + poison.sum(1), permit=None,
+        poison=before.poison if poison is None else before.poison + poison.sum(1), permit=None,
     )  # fmt: skip
     last = far_segments(method, memory.filled)
     if int((last - before.base).amax() if len(last) else 0) > 0:
@@ -172,9 +172,11 @@ def _with_room(memory: Memory, record: Layout, last: Tensor, is_written: bool) -
         pages.append(page.clone() if is_written and begin > lowest else page)
     keys = memory.raw_keys
     if count > begin:
-        pages.append(keys.new_zeros(len(keys), count - begin, record.size))
-    roots = F.pad(memory.roots, (0, 0, 0, -(-count // FAN) - memory.roots.shape[1]))
-    return pages, roots.clone() if roots is memory.roots else roots
+        # The kernel writes all of a record; heads that are shorter than others have no record yet.
+        make = keys.new_empty if is_written and int(last.min()) == count else keys.new_zeros
+        pages.append(make(len(keys), count - begin, record.size))
+    missing = max(0, -(-count // FAN) - memory.roots.shape[1])
+    return pages, F.pad(memory.roots, (0, 0, 0, missing))  # a copy
 
 
 def _finished(method: Multipole, memory: Memory, last: Tensor) -> Memory:
@@ -233,11 +235,11 @@ def with_next_segment(method: Multipole, memory: Memory) -> Memory | None:
     done, size = memory.filled - method.sinks + 1 - method.window, method.segment
     if bool((done != (memory.base + 1) * size).any()) or bool((memory.base != memory.base[0]).any()):
         return None
-    finished = _finished_natively(method, memory, memory.base + 1)
+    longer = _finished_natively(method, memory, memory.base + 1)
     keys, values = (F.pad(x[:, count:], (0, 0) * (x.dim() - 2) + (0, count)) for x, count in (
         (memory.raw_keys, method.block), (memory.raw_values, size)))  # fmt: skip
     permit = WritePermit(memory.length)
-    return replace(finished, base=memory.base + 1, raw_keys=keys, raw_values=values, permit=permit)
+    return replace(longer, base=memory.base + 1, raw_keys=keys, raw_values=values, permit=permit)
 
 
 def settled(method: Multipole, memory: Memory) -> Memory:

@@ -21,7 +21,7 @@ def is_served(*tensors: Tensor) -> bool:
         native.available()
         and dtype in (torch.float32, torch.float64)
         and all(x.device.type == "cpu" and x.dtype == dtype for x in tensors)
-        and all(x.numel() > 0 for x in tensors)
+        and all(x.shape[0] > 0 and x.shape[-1] > 0 for x in tensors)  # There may be no query, or no new key.
         and not torch.compiler.is_compiling()
         and not is_transformed(*tensors)
     )
@@ -30,7 +30,11 @@ def is_served(*tensors: Tensor) -> bool:
 def meet_natively(method: Multipole, q: Tensor, memory: Memory, sees: Tensor) -> Tensor:
     """Return (b, g, n, e), as `meet` does."""
     q, sees, table = q.contiguous(), sees.contiguous(), memory.table()
-    output = q.new_empty(*q.shape[:3], memory.raw_values.shape[-1])
+    b, g, n, _ = q.shape
+    if memory.length == 0:
+        return q.new_zeros(b, g, n, memory.raw_values.shape[-1])
+    # The heads of a token side by side, as the projection after attention reads them.
+    output = q.new_empty(n, b, g, memory.raw_values.shape[-1]).permute(1, 2, 0, 3)
     call = native_call(method, q, memory, sees, table, output)
     assert FOUND.library is not None
     check_result(FOUND.library.multipole(ctypes.byref(call)))
@@ -51,7 +55,7 @@ def native_call(
     return MultipoleCall(
         q.dtype == torch.float64, torch.get_num_threads(), b, g, n, d, output.shape[-1], method.block, method.sinks,
         method.window, top, looks, settings.OPENED_SEGMENTS, settings.GROUPED_FROM_SEGMENTS,
-        memory.raw_keys.shape[1], memory.roots.shape[1], settings.MAX_VARIANCE, q.data_ptr(),
+        memory.raw_keys.shape[1], memory.roots.shape[1], *output.stride()[:3], settings.MAX_VARIANCE, q.data_ptr(),
         memory.sink_keys.data_ptr(), memory.sink_values.data_ptr(), memory.raw_keys.data_ptr(),
         memory.raw_values.data_ptr(), memory.base.data_ptr(), sees.data_ptr(), table.data_ptr(),
         memory.roots.data_ptr(), output.data_ptr(),

@@ -105,17 +105,18 @@ def packed_roots(roots: Roots) -> Tensor:
     """Return (b, roots, header), the last one padded."""
     b, s, d = roots.centers.shape
     pad = -s % FAN
-    centers = F.pad(roots.centers, (0, 0, 0, pad)).reshape(b, -1, FAN, d).mT.flatten(2)
-    means = F.pad(roots.means, (0, 0, 0, pad)).reshape(b, centers.shape[1], -1)
-    return torch.cat([centers, means, F.pad(roots.radius, (0, pad)).reshape(b, -1, FAN)], -1)
+    count = (s + pad) // FAN
+    centers = F.pad(roots.centers, (0, 0, 0, pad)).reshape(b, count, FAN, d).mT.flatten(2)
+    means = F.pad(roots.means, (0, 0, 0, pad)).reshape(b, count, FAN * roots.means.shape[2])
+    return torch.cat([centers, means, F.pad(roots.radius, (0, pad)).reshape(b, count, FAN)], -1)
 
 
 def unpacked_roots(records: Tensor, count: int, d: int, e: int) -> Roots:
     """Return the first `count` segments of roots (b, roots, header)."""
-    b = records.shape[0]
+    b, roots, _ = records.shape
     centers, means, radius = records.split([FAN * d, FAN * e, FAN], -1)
     return Roots(
-        centers.reshape(b, -1, d, FAN).mT.reshape(b, -1, d)[:, :count],
-        means.reshape(b, -1, e)[:, :count],
-        radius.reshape(b, -1)[:, :count],
+        centers.reshape(b, roots, d, FAN).mT.reshape(b, roots * FAN, d)[:, :count],
+        means.reshape(b, roots * FAN, e)[:, :count],
+        radius.reshape(b, roots * FAN)[:, :count],
     )

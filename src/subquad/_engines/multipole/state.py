@@ -16,7 +16,7 @@ def folded(state: State, layout: Layout) -> Memory:
 
     def fold(x: Tensor | None) -> Tensor:
         assert x is not None
-        return x.reshape(layout.rows, *x.shape[len(layout.batch) + 1 :])
+        return x.reshape(layout.rows, *x.shape[len(layout.batch) + 1 :]).contiguous()
 
     base, sink_keys, sink_values, raw_keys, raw_values, roots, *pages = (fold(x) for x in state.parts)
     return Memory(

@@ -13,7 +13,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from subquad._engines import engine_of
 from subquad.attention import MethodLike, resolve, warn_about
 from subquad.integrations.transformers.cache import StateLayer
-from subquad.integrations.transformers.layers import Choice, method_of, methods
+from subquad.integrations.transformers.layers import Choice, keeps_state, method_of, methods
 from subquad.integrations.transformers.mask import Mask, read
 from subquad.integrations.transformers.unsupported import EXACT_ONLY, NO_METHOD, unsupported
 from subquad.nn.binding import quiet_attention
@@ -121,10 +121,29 @@ def _approximate(
     options |= dict(attn_mask=seen.keys, is_causal=seen.is_causal, segment_ids=seen.segment_ids)
     if state_layer is not None:
         return state_layer.attend(query, key, value, **options)
-    # The queries are the last of the positions; the outputs of the positions before them are dropped.
-    before = max(0, m - n) if seen.is_causal else 0
-    output: Tensor = quiet_attention(F.pad(query, (0, 0, before, 0)), key, value, **options)
-    return output[:, :, before:]
+    before = max(0, m - n) if seen.is_causal else 0  # The queries are the last of the positions.
+    output: Tensor
+    has_head_masks = seen.keys is not None and seen.keys.shape[1] > 1
+    is_recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+    # A state has one mask for all heads, and gradients are faster without one.
+    if before and (has_head_masks or is_recorded or not keeps_state(options["method"])):
+        output = quiet_attention(F.pad(query, (0, 0, before, 0)), key, value, **options)
+        return output[:, :, before:]
+    if before:
+        first, options = _cut(options, before)
+        _, state = quiet_attention(
+            query[:, :, :0], key[:, :, :before], value[:, :, :before], return_state=True, **first
+        )
+        key, value, options["state"] = key[:, :, before:], value[:, :, before:], state
+    output = quiet_attention(query, key, value, **options)
+    return output
+
+
+def _cut(options: dict[str, Any], before: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the options for the first keys, and for the others: masks of keys and segments are cut."""
+    masks = {name: options[name] for name in ("attn_mask", "segment_ids") if options[name] is not None}
+    first = options | {name: mask[..., :before] for name, mask in masks.items()}
+    return first, options | {name: mask[..., before:] for name, mask in masks.items()}
 
 
 def _with_bias(bias: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:

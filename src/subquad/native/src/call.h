@@ -70,9 +70,10 @@ struct SubquadSegments {
 struct SubquadMultipole {
   int64_t wide, threads, batch, group, queries, width, values;
   int64_t block, sinks, window, top, looks, opened, grouped_from, raw_panels, root_count;
-  double widest;                        // cap on the variance of the logits of a block
-  const void* q;                        // (b, g, n, d), scaled
-  const void *sink_keys, *sink_values;  // (b, sink panels, d, 16) and (b, sink panels 16, e)
+  int64_t output_batch, output_group, output_token;  // strides of the output, in numbers
+  double widest;                                     // cap on the variance of the logits of a block
+  const void* q;                                     // (b, g, n, d), scaled
+  const void *sink_keys, *sink_values;               // (b, sink panels, d, 16) and (b, sink panels 16, e)
   void *raw_keys, *raw_values;
   const int64_t *base, *sees, *table;  // sees: (b, n), the number of keys that a query sees
   const void* roots;

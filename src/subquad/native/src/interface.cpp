@@ -50,9 +50,10 @@ std::string describe() {
          "maps taylor positive hyperbolic elu relu identity logged separable; "
          "results ok no_memory poisoned segment_due; padding " +
          std::to_string(SUBQUAD_PADDING) + "; pair block " + std::to_string(SUBQUAD_PAIR_BLOCK) + "; fan " +
-         std::to_string(SUBQUAD_FAN) + "; call " + std::to_string(sizeof(SubquadCall)) + "; multipole " +
-         std::to_string(sizeof(SubquadMultipole)) + "; gradient " + std::to_string(sizeof(SubquadMultipoleGradient)) +
-         "; segments " + std::to_string(sizeof(SubquadSegments));
+         std::to_string(SUBQUAD_FAN) + "; rounds " + std::to_string(SUBQUAD_ROUNDS) + "; call " +
+         std::to_string(sizeof(SubquadCall)) + "; multipole " + std::to_string(sizeof(SubquadMultipole)) +
+         "; gradient " + std::to_string(sizeof(SubquadMultipoleGradient)) + "; segments " +
+         std::to_string(sizeof(SubquadSegments));
 }
 
 }  // namespace

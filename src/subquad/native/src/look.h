@@ -88,7 +88,7 @@ template <class T> T to_bytes(const T* query, Size d, uint8_t* bytes) {
   T largest = 0;
   for (Size i = 0; i < d; ++i) largest = std::max(largest, std::abs(query[i]));
   const T scale = largest / 127, inverse = scale > 0 ? 1 / scale : T(0);
-  for (Size i = 0; i < d; ++i) bytes[i] = uint8_t(int32_t(rounded(query[i] * inverse)) + 128);
+  for (Size i = 0; i < d; ++i) bytes[i] = uint8_t(int32_t(rounded(finite(query[i] * inverse))) + 128);
   for (Size i = d; i < (d + 3) / 4 * 4; ++i) bytes[i] = 128;
   return scale;
 }

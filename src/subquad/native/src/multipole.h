@@ -39,7 +39,7 @@ template <class T> class Multipole {
     const Size columns = FAN * std::max(flat, slots);
     means = Buffer<T>(capacity * columns);
     logs = Buffer<T>(capacity * columns);
-    radii = Buffer<T>(far * FAN);
+    radii = Buffer<T>(flat * FAN);
     outer_row = far >= call.grouped_from ? whole_panels(far) * PANEL : 0;
     outer = Buffer<T>(capacity * outer_row);
     score = Buffer<T>(std::max(columns, outer_row));
@@ -204,14 +204,14 @@ template <class T> class Multipole {
         panel_logits<T>(tile.rows, 1, d, queries, d, segment(s), 0, means + s * FAN, tile.columns);
   }
 
-  // The segment in slot `i` of row r, whose slots begin at `by_row[first]`.
+  // The segment in slot `i` of row r, whose slots begin at `by_row[begin]`.
   Size segment_of(Size i, Size begin) const { return tile.grouped ? by_row[begin + i].unit : i; }
 
   // Log-weights of the blocks, and those that each row looks at.
   void find_candidates() {
     candidates.clear();
     const T log_keys = std::log(T(call.block)), reach = std::sqrt(2 * log_keys);
-    for (Size s = 0; s < tile.far; ++s)
+    for (Size s = 0; s < tile.far && !tile.grouped; ++s)
       std::copy(segment(s) + record.radius, segment(s) + record.radius + FAN, radii + s * FAN);
     Size begin = 0, slots = tile.far;  // of row r in by_row
     for (Size r = 0; r < tile.rows; ++r, begin += slots) {
@@ -219,8 +219,8 @@ template <class T> class Multipole {
         for (slots = 0; begin + slots < Size(by_row.size()) && by_row[begin + slots].row == r;) ++slots;
       T *m = means + r * tile.columns, *log_weights = logs + r * tile.columns;
       for (Size i = 0; i < slots; ++i)
-        weigh(radii + segment_of(i, begin) * FAN, m + i * FAN, log_weights + i * FAN, score + i * FAN, r, log_keys,
-              reach);
+        weigh(tile.grouped ? segment(segment_of(i, begin)) + record.radius : radii + i * FAN, m + i * FAN,
+              log_weights + i * FAN, score + i * FAN, r, log_keys, reach);
       hide_from(log_weights, slots * FAN, tile.columns);
       const Size count = take_best<T>(score, slots * FAN, call.looks, found);
       for (Size i = 0; i < count; ++i) {
@@ -278,7 +278,6 @@ template <class T> class Multipole {
       for (Size i = 0; i < chosen; ++i) {
         selected.push_back({by_row[begin + found[i]].unit, int32_t(r), int32_t(i)});
         logs[r * tile.columns + column[r * call.looks + found[i]]] = -INFINITY;
-        level[r] = std::max(level[r], mine[found[i]]);
       }
       raise(r, logs + r * tile.columns, tile.columns);
       begin += count;
@@ -322,8 +321,7 @@ template <class T> class Multipole {
     }
   }
 
-  // Read the selected blocks. Looks are not exact: if a logit is far above the level of its row, raise the level and
-  // return false.
+  // Read the selected blocks. If a logit is far above the level of its row, raise the level and return false.
   bool read_blocks() {
     std::fill(answers + 0, answers + tile.rows * e, T(0));
     std::fill(totals + 0, totals + tile.rows * PANEL, T(0));
@@ -437,7 +435,8 @@ template <class T> class Multipole {
       T total = 0;
       for (Size j = 0; j < PANEL; j += lanes<T>) total += sum<T>(load(totals + r * PANEL + j));
       const T inverse = total > 0 ? 1 / total : T(0);
-      for (Size i = 0; i < e; ++i) output[row_of(r) * e + i] = answers[r * e + i] * inverse;
+      T* to = output + output_place(call, tile, r);
+      for (Size i = 0; i < e; ++i) to[i] = answers[r * e + i] * inverse;
       if (levels) levels[row_of(r)] = total > 0 ? level[r] + std::log(total) : T(INFINITY);
     }
   }

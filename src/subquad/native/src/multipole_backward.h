@@ -59,7 +59,7 @@ template <class T> class MultipoleGradient {
   const SubquadMultipoleGradient& given;
   const SubquadMultipole& call;
   const Record record;
-  const Size d, row, e, first_row, segments, far, capacity;  // row: the key width in whole vectors
+  const Size d, row, e, first_row, segments, far, capacity;  // row: the key width in whole panels
   Size place = 0;                                            // of the sums: head and part
   Tile tile{};
   Buffer<T> queries, grads, moves;             // q, do and dq of the rows
@@ -84,7 +84,7 @@ template <class T> class MultipoleGradient {
     std::fill(moves + 0, moves + tile.rows * row, T(0));
     for (Size r = 0; r < tile.rows; ++r) {
       const T *q = at(call.q, row_of(r) * d), *grad = at(given.output_grad, row_of(r) * e),
-              *output = at(static_cast<const void*>(call.output), row_of(r) * e);
+              *output = at(static_cast<const void*>(call.output), output_place(call, tile, r));
       std::copy(q, q + d, queries + r * row);
       std::copy(grad, grad + e, grads + r * e);
       T squares = 0, delta = 0;
@@ -101,7 +101,8 @@ template <class T> class MultipoleGradient {
     for (Size j = 0; j < size; j += lanes<T>) {
       const vec<T> p = exp(load(logits + j) - levels[r]);
       store(logits + j, p);
-      store(products + j, p * (load(products + j) - deltas[r]));
+      // 0 for a key that the row does not see, whatever its value.
+      store(products + j, p == 0 ? vec<T>{} : p * (load(products + j) - deltas[r]));
     }
   }
 

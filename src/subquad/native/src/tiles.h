@@ -26,7 +26,7 @@ struct Tile {
   const int64_t* sees;                      // (count,)
   Size far;                                 // finished segments
   bool grouped;                             // rows open some of the segments, instead of looking at all
-  Size columns;                             // blocks that a row looks at
+  Size columns;                             // blocks that a row considers
   Size near_from, near_panel, near_panels;  // keys after the segments, not counting sinks; where they are in `raw`
 
   static Tile of(const SubquadMultipole& call, Size b, Size from, Size count) {
@@ -47,6 +47,12 @@ struct Tile {
 
   Size near_row() const { return near_panels * PANEL; }
 };
+
+// Where the output of row r begins.
+inline Size output_place(const SubquadMultipole& call, const Tile& tile, Size r) {
+  return tile.b * call.output_batch + r / tile.count * call.output_group +
+         (tile.from + r % tile.count) * call.output_token;
+}
 
 struct TileRange {
   Size b, from, count;
