@@ -1,4 +1,4 @@
-"""Segments: sorted into blocks of like keys, described and stored, by the kernels and by torch."""
+"""Segments: sorted into blocks of similar keys, described and stored, by the kernels and by torch."""
 
 import ctypes
 

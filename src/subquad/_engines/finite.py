@@ -12,7 +12,7 @@ NEVER = float("-inf")  # the logarithm of no weight
 
 def widen(x: Tensor) -> Tensor:
     """Return x in float32, or float64 if it is wider."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    return x if x.dtype in (torch.float32, torch.float64) else x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def poison_of(x: Tensor) -> Tensor:

@@ -1,17 +1,17 @@
-"""Multipole: near and important keys exactly, all others by the moments of blocks of like keys. For trained models.
+"""Multipole: near and important keys exactly, all others by the moments of blocks of similar keys. For trained models.
 
 Feature maps expand exp around zero, where the logits of a trained model are not. Here keys are expanded around the
-centers of blocks of like keys. A block of n keys with center mu, mean value u, and rho, the mean squared distance from
-the center per dimension, has for a scaled query q logits of mean and variance
+centers of blocks of similar keys. For a scaled query q, a block of n keys with center mu, mean value u and radius r
+(the root of the mean squared distance from the center, per dimension) has logits of mean m and variance s:
 
-    m = q.mu    s = |q|^2 rho
+    m = q.mu    s = (|q| r)^2
 
-and is treated as n keys of weight exp(m + min(s, 1) / 2) and value u.
+It is treated as n keys of weight exp(m + min(s, 1) / 2) and value u.
 
 Keys become far in segments of 16 blocks, once a segment ends `window` keys before the query. A finished segment is
-sorted by bisection along the main direction of its keys, so that its blocks hold like keys; nothing but its own keys
-matters, so the future changes nothing. Read one by one are: the first `sinks` keys, all keys after the last finished
-segment, and the `top` best blocks, chosen by each query for itself in two steps, ties going to the first:
+sorted by bisection along the main direction of its keys, so that its blocks hold similar keys; nothing but its own keys
+matters, so the future changes nothing. A query reads one by one the first `sinks` keys, all keys after the last
+finished segment, and the `top` best blocks, which it chooses in two steps, ties going to the first:
 
     1. the LOOKS_PER_READ * top blocks with the highest likely maximum, m + sqrt(2 s ln n), are looked at in 8 bits
     2. of these, the `top` blocks with the largest logit are read

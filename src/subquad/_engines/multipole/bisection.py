@@ -1,7 +1,7 @@
 """Finish segments with torch's operations: the slow twin of native/src/segments.h.
 
-A segment is cut in two along the main direction of its keys, and so are its halves, until blocks of like keys are left.
-Both halves keep their keys in the order of time.
+A segment is cut in two along the main direction of its keys, and so are its halves, until blocks of similar keys are
+left. Both halves keep their keys in the order of time.
 
 Axes: p segments, or parts of them, n keys, d width, e value width, u units.
 """
@@ -32,7 +32,7 @@ def _normalized(direction: Tensor) -> Tensor:
 
 @torch.no_grad()
 def like_order(k: Tensor, block: int) -> Tensor:
-    """Return (p, n): where to find the keys of segments (p, n, d) so that each `block` of them are like."""
+    """Return (p, n): where to find the keys of segments (p, n, d) so that each `block` of them are similar."""
     p, n, d = k.shape
     order = torch.arange(n, device=k.device).expand(p, n)
     size = n

@@ -102,9 +102,11 @@ def _is_plain(call: Call, state: State) -> bool:
         return False
     assert state.filled is not None
     lead, dtype = state.filled.shape, state.parts[1].dtype
-    is_wide = all(torch.promote_types(x.dtype, torch.float32) == dtype and x.device.type == "cpu" for x in given)
+    is_wide = all(x.dtype == dtype or torch.promote_types(x.dtype, torch.float32) == dtype for x in given)
+    if not is_wide or call.layout.device.type != "cpu":
+        return False
     heads = (*lead[:-1], call.layout.key_heads * call.layout.group)
-    return is_wide and call.key.shape[:-2] == call.value.shape[:-2] == lead and call.query.shape[:-2] == heads
+    return call.key.shape[:-2] == call.value.shape[:-2] == lead and call.query.shape[:-2] == heads
 
 
 def _prepared(method: Multipole, call: Call, state: State, query: Tensor, value: Tensor) -> Prepared | None:

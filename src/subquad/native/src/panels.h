@@ -1,7 +1,7 @@
 // Panels: 16 keys side by side, (d, 16), so that the logits of a query are whole vectors; and what Multipole keeps of
 // its keys in panels.
 //
-//   block      up to 16 like keys: their panel and their values
+//   block      up to 16 similar keys: their panel and their values
 //   record     a segment of 16 blocks. Its header has one column per block: center, mean value, radius
 //   root       16 segments: a header with one column per segment
 //

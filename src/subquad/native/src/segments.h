@@ -1,4 +1,4 @@
-// Finish a segment: sort its keys so that like keys are in the same block, and describe the blocks.
+// Finish a segment: sort its keys so that similar keys are in the same block, and describe the blocks.
 //
 // Bisection: take the main direction of the keys around their mean (a few power iterations), put the lower half of the
 // projections before the upper half, and repeat in both halves, until blocks are left. The halves keep the order in
