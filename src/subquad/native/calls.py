@@ -71,10 +71,10 @@ class MultipoleCall(Structure):
     _fields_ = [
         *((name, c_int64) for name in (
             "wide", "threads", "batch", "group", "queries", "width", "values", "block", "sinks", "window", "top",
-            "looks", "opened", "grouped_from", "raw_panels", "root_count", "output_batch", "output_group",
-            "output_token",
+            "looks", "opened", "grouped_from", "raw_panels", "root_count", "query_batch", "query_group", "query_token",
+            "output_batch", "output_group", "output_token",
         )),
-        ("widest", c_double),
+        ("scale", c_double), ("widest", c_double),
         *((name, c_void_p) for name in (
             "q", "sink_keys", "sink_values", "raw_keys", "raw_values", "base", "sees", "table", "roots", "output",
             "level", "chosen", "opened_segments", "key", "value", "keep", "filled",

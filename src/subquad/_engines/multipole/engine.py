@@ -36,6 +36,7 @@ class Mode(NamedTuple):
     use_kernels: bool
     is_recorded: bool  # by autograd
     is_finite: bool  # nothing has to be cleaned
+    scale: float  # factor of the queries that the kernels apply
 
 
 def run(method: Multipole, call: Call, form: str | None = None) -> Result:
@@ -73,11 +74,12 @@ def _attend(method: Multipole, call: Call, by_torch: bool) -> Result:
     use_kernels = not by_torch and is_served(*given) and (is_whole or not is_recorded)
     v = v if width % PADDING == 0 else F.pad(v, (0, padded(width) - width))
     is_plain = use_kernels and not is_recorded
-    # Written in one pass, heads one after another, as the kernels read them.
-    q = torch.mul(q, call.logit_scale, out=q.new_empty(q.shape)) if is_plain else q * call.logit_scale
+    # The kernels scale queries as they read them; a factor above 1 could make them infinite.
+    scale = call.logit_scale if is_plain and abs(call.logit_scale) <= 1 else 1.0
+    q = q if scale == call.logit_scale else q * call.logit_scale
     is_finite = is_plain and bool(torch.stack([x.sum() for x in (q, k, v)]).isfinite().all())
     is_finite = is_finite and (before is None or not bool(before.poison.isnan().any()))
-    mode = Mode(call.is_causal, call.return_state, use_kernels, is_recorded, is_finite)
+    mode = Mode(call.is_causal, call.return_state, use_kernels, is_recorded, is_finite, scale)
     output, memory = _computed(method, call, q, k, v, before, mode)
     state = None
     if call.return_state and memory is not None:
@@ -122,7 +124,10 @@ def _in_order(
     else:
         memory = before if before is not None and m == 0 else appended(
             method, before, k, v, keep, poison, mode.use_kernels)  # fmt: skip
-        output = (meet_natively if mode.use_kernels else meet)(method, q, memory, counted)
+        if mode.use_kernels:
+            output = meet_natively(method, q, memory, counted, mode.scale)
+        else:
+            output = meet(method, q, memory, counted)
         memory = settled(method, memory) if mode.is_growing else None
     if poison is None:
         return output, memory

@@ -27,15 +27,16 @@ def is_served(*tensors: Tensor) -> bool:
     )
 
 
-def meet_natively(method: Multipole, q: Tensor, memory: Memory, sees: Tensor) -> Tensor:
-    """Return (b, g, n, e), as `meet` does."""
-    q, sees, table = q.contiguous(), sees.contiguous(), memory.table()
+def meet_natively(method: Multipole, q: Tensor, memory: Memory, sees: Tensor, scale: float = 1.0) -> Tensor:
+    """Return (b, g, n, e), as `meet` does of queries times `scale`."""
+    q = q if q.stride(-1) == 1 else q.contiguous()
+    sees, table = sees.contiguous(), memory.table()
     b, g, n, _ = q.shape
     if memory.length == 0:
         return q.new_zeros(b, g, n, memory.raw_values.shape[-1])
     # The heads of a token side by side, as the projection after attention reads them.
     output = q.new_empty(n, b, g, memory.raw_values.shape[-1]).permute(1, 2, 0, 3)
-    call = native_call(method, q, memory, sees, table, output)
+    call = native_call(method, q, memory, sees, table, output, scale)
     assert FOUND.library is not None
     check_result(FOUND.library.multipole(ctypes.byref(call)))
     return output
@@ -47,15 +48,17 @@ def top_of(method: Multipole, memory: Memory) -> int:
 
 
 def native_call(
-    method: Multipole, q: Tensor, memory: Memory, sees: Tensor, table: Tensor, output: Tensor
+    method: Multipole, q: Tensor, memory: Memory, sees: Tensor, table: Tensor, output: Tensor, scale: float = 1.0
 ) -> MultipoleCall:
     """Return the arguments of a kernel: queries (b, g, n, d) that see `sees` (b, n) keys, and where the output goes."""
+    assert q.stride(-1) == output.stride(-1) == 1
     b, g, n, d = q.shape
     top, looks = top_of(method, memory), min(method.looks, memory.segments * settings.BLOCKS_PER_SEGMENT)
     return MultipoleCall(
         q.dtype == torch.float64, torch.get_num_threads(), b, g, n, d, output.shape[-1], method.block, method.sinks,
         method.window, top, looks, settings.OPENED_SEGMENTS, settings.GROUPED_FROM_SEGMENTS,
-        memory.raw_keys.shape[1], memory.roots.shape[1], *output.stride()[:3], settings.MAX_VARIANCE, q.data_ptr(),
+        memory.raw_keys.shape[1], memory.roots.shape[1], *q.stride()[:3], *output.stride()[:3],
+        scale, settings.MAX_VARIANCE, q.data_ptr(),
         memory.sink_keys.data_ptr(), memory.sink_values.data_ptr(), memory.raw_keys.data_ptr(),
         memory.raw_values.data_ptr(), memory.base.data_ptr(), sees.data_ptr(), table.data_ptr(),
         memory.roots.data_ptr(), output.data_ptr(),

@@ -1,11 +1,13 @@
 """One more token from a state, in place: a single call of the native kernel.
 
 Everything that does not change from token to token is prepared once, and kept with the permission to write into the
-room of the state. Other calls, and every token that finishes a segment, take the general way.
+room of the state. `MultipoleSteps` keeps even more, for a decoder. Other calls, and every token that finishes a segment,
+take the general way.
 """
 
 import ctypes
 from dataclasses import dataclass, replace
+from math import sqrt
 
 import torch
 from torch import Tensor
@@ -65,7 +67,7 @@ def _stepped(method: Multipole, call: Call, state: State) -> Result | State | No
     """Call the kernel. Return a state with one more finished segment if that has to be done first and can be."""
     layout, permit = call.layout, state.permit
     assert permit is not None and state.filled is not None and FOUND.library is not None
-    query = (widen(call.query) * call.logit_scale).contiguous()
+    query, scale = _scaled(widen(call.query).contiguous(), call.logit_scale)
     key, value = widen(call.key).contiguous(), widen(call.value)
     value = (F.pad(value, (0, -value.shape[-1] % PADDING)) if value.shape[-1] % PADDING else value).contiguous()
     prepared: Prepared | None = permit.prepared
@@ -79,7 +81,7 @@ def _stepped(method: Multipole, call: Call, state: State) -> Result | State | No
     own = MultipoleCall.from_buffer_copy(prepared.call)
     own.q, own.key, own.value, own.output = query.data_ptr(), key.data_ptr(), value.data_ptr(), output.data_ptr()
     own.filled = own.sees = filled.data_ptr()
-    own.keep, own.threads = address(keep), torch.get_num_threads()
+    own.keep, own.threads, own.scale = address(keep), torch.get_num_threads(), scale
     code = FOUND.library.multipole_step(ctypes.byref(own))
     if code == SEGMENT_DUE and keep is None:
         memory = with_next_segment(method, prepared.memory_of(state))
@@ -91,6 +93,11 @@ def _stepped(method: Multipole, call: Call, state: State) -> Result | State | No
     output = output if output.dtype == call.dtype else output.to(call.dtype)
     after = replace(state, length=state.length + 1, filled=filled)
     return Result(output[0] if call.is_headless else output, after, "fused")
+
+
+def _scaled(query: Tensor, scale: float) -> tuple[Tensor, float]:
+    """Return queries, and the factor that is left to the kernel: one above 1 could make finite queries infinite."""
+    return (query, scale) if abs(scale) <= 1 else (query * scale, 1.0)
 
 
 def _is_plain(call: Call, state: State) -> bool:
@@ -117,3 +124,59 @@ def _prepared(method: Multipole, call: Call, state: State, query: Tensor, value:
     rows = query.reshape(call.layout.rows, call.layout.group, 1, call.layout.width)
     output = value.new_empty(call.layout.rows, call.layout.group, 1, value.shape[-1])
     return Prepared(memory, table, native_call(method, rows, memory, memory.filled, table, output))
+
+
+class MultipoleSteps:
+    """The steps that follow a state; `prepared` makes them. Only the count of keys is their own: room is shared."""
+
+    def __init__(self, state: State, shared: Prepared, scale: float) -> None:
+        assert state.permit is not None and state.filled is not None and FOUND.library is not None
+        self._state, self._permit, self._shared = state, state.permit, shared
+        self._filled = state.filled.clone(memory_format=torch.contiguous_format)
+        self._call = MultipoleCall.from_buffer_copy(shared.call)
+        self._call.filled = self._call.sees = self._filled.data_ptr()
+        self._call.scale, self._call.threads = scale, torch.get_num_threads()
+        self._length, self._step, self._address = state.length, FOUND.library.multipole_step, ctypes.byref(self._call)
+
+    @property
+    def state(self) -> State:
+        """The state after the last token: later steps write behind its keys."""
+        return replace(self._state, length=self._length, filled=self._filled.clone())
+
+    def release(self) -> State:
+        """Return the state after the last token."""
+        return self.state
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
+        """Return (..., heads, 1, e) for the next token; None if it has to take the general way."""
+        if not (query.is_contiguous() and key.is_contiguous() and value.is_contiguous()):
+            query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+        if not self._permit.claim(self._length):
+            return None
+        call, output = self._call, query.new_empty((*query.shape[:-1], value.shape[-1]))
+        call.q, call.key, call.value = query.data_ptr(), key.data_ptr(), value.data_ptr()
+        call.output = output.data_ptr()
+        if code := self._step(self._address):
+            self._permit.give_back()
+            check_result(code)
+            return None
+        self._length += 1
+        return output
+
+
+def prepared(
+    state: State, scale: float | None, query: Tensor, key: Tensor, value: Tensor
+) -> MultipoleSteps | None:
+    """Return the steps for tokens like this one; None if the kernels do not serve them as they are."""
+    if state.permit is None or not state.parts or state.widths != (key.shape[-1], value.shape[-1]):
+        return None
+    scale = 1 / sqrt(max(1, key.shape[-1])) if scale is None else scale
+    wide = state.parts[1].dtype
+    if not query.dtype == key.dtype == value.dtype == wide or value.shape[-1] % PADDING or abs(scale) > 1:
+        return None
+    assert isinstance(state.method, Multipole)
+    call = Call.of(query, key, value, is_causal=True, enable_gqa=True, state=state, return_state=True)
+    if call.layout.queries != 1 or call.layout.keys != 1 or not _is_plain(call, state):
+        return None
+    shared = _prepared(state.method, call, state, query, value)
+    return None if shared is None else MultipoleSteps(state, shared, scale)

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, EncoderDecoderCache
 
 from subquad._calls.state import State
+from subquad._engines.decoder import Decoder
 from subquad.integrations.transformers.layers import keeps_state, layers_of, method_of
 from subquad.nn.binding import quiet_attention
 
@@ -30,8 +31,15 @@ class StateLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no 
 
     def __init__(self) -> None:
         super().__init__()
-        self.state: State | None = None
+        self._state: State | None = None
+        self._decoder: Decoder | None = None  # takes the state over while tokens come one at a time
+        self._length = 0
+        self._options: tuple[Any, ...] = ()  # method, scale and grouping of the last call that was not a step
         self._unread = False  # whether `update` returned keys that the state does not contain yet
+
+    @property
+    def state(self) -> State | None:
+        return self._state if self._decoder is None else self._decoder.state
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Return only the new keys, marked, and the new values."""
@@ -48,16 +56,42 @@ class StateLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no 
         """Compute attention to all keys so far and the new ones, if any; arguments as for `attention`."""
         output: Tensor
         if not key.shape[-2]:
-            output = quiet_attention(query, key, value, state=self.state, **options)
+            output = quiet_attention(query, key, value, state=self._settled(), **options)
             return output
         if not self._unread:
             raise RuntimeError("past_key_values: two layers share one state; pass layers=[...] without the second one")
-        output, self.state = quiet_attention(query, key, value, state=self.state, return_state=True, **options)
+        if self._is_step(query, key, value, options):
+            if self._decoder is None:
+                assert self._state is not None
+                _, scale, enable_gqa = self._options
+                self._decoder = Decoder(self._state, scale=scale, enable_gqa=enable_gqa)
+            output = self._decoder(query, key, value)
+        else:
+            output, self._state = quiet_attention(
+                query, key, value, state=self._settled(), return_state=True, **options
+            )
+            self._options = (options["method"], options["scale"], options["enable_gqa"])
+        self._length += key.shape[-2]
         self._unread = False
         # Models read these attributes in cross-attention after the first call: no key is new.
         keys, self.values = (x.new_empty(*x.shape[:2], 0, x.shape[3]) for x in (key, value))
         self.keys = self._marked(keys)
         return output
+
+    def _is_step(self, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> bool:
+        """Return whether this is one more token, computed like those before it and visible, without gradients."""
+        if not query.shape[-2] == key.shape[-2] == 1 or torch.compiler.is_compiling():
+            return False
+        if (options["method"], options["scale"], options["enable_gqa"]) != self._options:
+            return False
+        is_recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+        return not is_recorded and options["attn_mask"] is None and options["segment_ids"] is None
+
+    def _settled(self) -> State | None:
+        """Return the state, taken back from the decoder."""
+        if self._decoder is not None:
+            self._state, self._decoder = self._decoder._settle(), None
+        return self._state
 
     def _marked(self, keys: Tensor) -> Tensor:
         keys = keys.view_as(keys)  # A new tensor object, which can carry the attribute.
@@ -65,7 +99,7 @@ class StateLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no 
         return keys
 
     def get_seq_length(self) -> int:
-        return 0 if self.state is None else self.state.length
+        return self._length
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.get_seq_length() + query_length, 0
@@ -81,8 +115,8 @@ class StateLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no 
 
     def crop(self, tokens_to_remove: int) -> None:
         """Raise ValueError: tokens cannot be removed from a sum."""
-        if tokens_to_remove and self.state is not None:
-            method = type(self.state.method).__name__
+        if tokens_to_remove and (state := self._settled()) is not None:
+            method = type(state.method).__name__
             raise ValueError(
                 f"past_key_values.crop: tokens cannot be removed from a state of {method}; keep a copy.deepcopy of the "
                 'cache to roll back to, or use method="exact" for assisted or speculative decoding'
@@ -96,8 +130,8 @@ class StateLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no 
             self.batch_select_indices(torch.arange(len(self.keys)).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        if self.state is not None and self.keys is not None and self.values is not None:
-            self.state = self.state[indices]
+        if (state := self._settled()) is not None and self.keys is not None and self.values is not None:
+            self._state = state[indices]
             self.keys, self.values = self._marked(self.keys[indices]), self.values[indices]
 
 

@@ -70,9 +70,11 @@ struct SubquadSegments {
 struct SubquadMultipole {
   int64_t wide, threads, batch, group, queries, width, values;
   int64_t block, sinks, window, top, looks, opened, grouped_from, raw_panels, root_count;
-  int64_t output_batch, output_group, output_token;  // strides of the output, in numbers
+  int64_t query_batch, query_group, query_token;     // strides of the queries, in numbers
+  int64_t output_batch, output_group, output_token;  // strides of the output
+  double scale;                                      // factor of the queries
   double widest;                                     // cap on the variance of the logits of a block
-  const void* q;                                     // (b, g, n, d), scaled
+  const void* q;                                     // (b, g, n, d)
   const void *sink_keys, *sink_values;               // (b, sink panels, d, 16) and (b, sink panels 16, e)
   void *raw_keys, *raw_values;
   const int64_t *base, *sees, *table;  // sees: (b, n), the number of keys that a query sees
@@ -88,7 +90,7 @@ struct SubquadMultipole {
   int64_t* filled;
 };
 
-// The gradients of a call whose output, level, chosen and opened_segments are given. `row` is the key width in whole
+// The gradients of a call with contiguous queries, already scaled, whose output, level, chosen and opened_segments are given. `row` is the key width in whole
 // panels, u all blocks, and every array of gradients holds (b, parts, ...), filled with 0 before.
 struct SubquadMultipoleGradient {
   SubquadMultipole call;

@@ -50,12 +50,13 @@ template <class T> class Multipole {
     for (Size t = 0; t < PANEL; ++t) hidden[t] = t < call.block ? T(0) : -INFINITY;
   }
 
-  // Write the outputs of queries [from, from + count) of head b.
-  void operator()(Size b, Size from, Size count) {
-    tile = Tile::of(call, b, from, count);
+  // Write the outputs of a tile.
+  void operator()(const TileRange& range) {
+    tile = Tile::of(call, range);
     read_queries();
     read_near_keys();
     opened.clear();
+    candidates.clear();
     selected.clear();
     if (tile.grouped) open_segments();
     if (tile.columns) {
@@ -87,12 +88,9 @@ template <class T> class Multipole {
   std::vector<uint8_t> bytes;           // the queries in 8 bits
   std::vector<T> norms, scales, level;  // |q|, the scale of the bytes, the largest log-weight of each row
   std::vector<int32_t> column;          // (rows, looks): where `logs` has a block that a row looked at
-  std::vector<Selection> opened;        // segments that rows open, by segment
-  std::vector<Selection> by_row;        // the same, by row
-  std::vector<Selection> candidates;    // blocks that rows look at, by block
-  std::vector<Selection> selected;      // blocks that rows read, by block
+  Selections opened;                    // segments that rows open
+  Selections candidates, selected;      // blocks that rows look at, and read
   std::vector<int32_t> found;           // the columns that one row takes
-  Sorter sort;
 
   Size looks_row() const { return whole_panels(call.looks) * PANEL; }
 
@@ -106,10 +104,12 @@ template <class T> class Multipole {
   // --- Queries, and the keys that all rows read ----------------------------------------------------------------------
 
   void read_queries() {
-    const T* given = static_cast<const T*>(call.q);
-    for (Size g = 0; g < call.group; ++g)
-      std::memcpy(queries + g * tile.count * d, given + ((tile.b * call.group + g) * call.queries + tile.from) * d,
-                  tile.count * d * sizeof(T));
+    const T scale = T(call.scale);
+    for (Size r = 0; r < tile.rows; ++r) {
+      const T* given =
+          static_cast<const T*>(call.q) + strided_row(tile, r, call.query_batch, call.query_group, call.query_token);
+      for (Size i = 0; i < d; ++i) queries[r * d + i] = given[i] * scale;
+    }
     for (Size r = 0; r < tile.rows && tile.far; ++r) {
       const T* q = queries + r * d;
       T parts[PANEL] = {};
@@ -160,7 +160,6 @@ template <class T> class Multipole {
 
   // All segments through their moments, and the segments that each row opens.
   void open_segments() {
-    by_row.clear();
     const Size panels = whole_panels(tile.far), row = panels * PANEL;
     panel_logits<T>(tile.rows, panels, d, queries, d, root(0), record.header, outer, row);
     const T log_keys = std::log(T(FAN * call.block)), reach = std::sqrt(2 * log_keys);
@@ -171,16 +170,16 @@ template <class T> class Multipole {
       hide_from(mine, tile.far, row);
       hide_from(score, tile.far, row);
       const Size count = take_best<T>(score, tile.far, call.opened, found);
+      Selection* own = opened.add(count);
       for (Size slot = 0; slot < count; ++slot) {
-        by_row.push_back({found[slot], int32_t(r), int32_t(slot)});
+        own[slot] = {found[slot], int32_t(r), int32_t(slot)};
         mine[found[slot]] = -INFINITY;
       }
       raise(r, mine, row);
     }
     if (call.opened_segments)
-      for (const Selection& x : by_row) call.opened_segments[row_of(x.row) * call.opened + x.slot] = x.unit;
-    opened = by_row;
-    sort(opened, tile.far);
+      for (const Selection& x : opened.by_row) call.opened_segments[row_of(call, tile, x.row) * call.opened + x.slot] = x.unit;
+    opened.sort(tile.far);
   }
 
   template <int rows> void describe_opened(const Selection* chosen, Size count) {
@@ -198,57 +197,65 @@ template <class T> class Multipole {
   // Mean logits of the blocks that each row considers.
   void describe_blocks() {
     if (tile.grouped)
-      for_each_unit(opened, [&](const Selection* x, Size count) { describe_opened<ROWS_PER_BLOCK>(x, count); });
+      for_each_unit(opened.by_unit, [&](const Selection* x, Size count) { describe_opened<ROWS_PER_BLOCK>(x, count); });
     else
       for (Size s = 0; s < tile.far; ++s)
         panel_logits<T>(tile.rows, 1, d, queries, d, segment(s), 0, means + s * FAN, tile.columns);
   }
 
-  // The segment in slot `i` of row r, whose slots begin at `by_row[begin]`.
-  Size segment_of(Size i, Size begin) const { return tile.grouped ? by_row[begin + i].unit : i; }
+  // The segment in slot `i` of row r, whose slots begin at `opened.by_row[begin]`.
+  Size segment_of(Size i, Size begin) const { return tile.grouped ? opened.by_row[begin + i].unit : i; }
+
+  // The number of selections of row r, which begin at `begin`.
+  static Size count_of(const Selections& chosen, Size begin, Size r) {
+    Size count = 0;
+    while (begin + count < Size(chosen.by_row.size()) && chosen.by_row[begin + count].row == r) ++count;
+    return count;
+  }
 
   // Log-weights of the blocks, and those that each row looks at.
   void find_candidates() {
-    candidates.clear();
     const T log_keys = std::log(T(call.block)), reach = std::sqrt(2 * log_keys);
     for (Size s = 0; s < tile.far && !tile.grouped; ++s)
       std::copy(segment(s) + record.radius, segment(s) + record.radius + FAN, radii + s * FAN);
-    Size begin = 0, slots = tile.far;  // of row r in by_row
+    Size begin = 0, slots = tile.far;  // of row r in opened.by_row
     for (Size r = 0; r < tile.rows; ++r, begin += slots) {
-      if (tile.grouped)
-        for (slots = 0; begin + slots < Size(by_row.size()) && by_row[begin + slots].row == r;) ++slots;
+      if (tile.grouped) slots = count_of(opened, begin, r);
       T *m = means + r * tile.columns, *log_weights = logs + r * tile.columns;
       for (Size i = 0; i < slots; ++i)
         weigh(tile.grouped ? segment(segment_of(i, begin)) + record.radius : radii + i * FAN, m + i * FAN,
               log_weights + i * FAN, score + i * FAN, r, log_keys, reach);
       hide_from(log_weights, slots * FAN, tile.columns);
       const Size count = take_best<T>(score, slots * FAN, call.looks, found);
+      Selection* own = candidates.add(count);
       for (Size i = 0; i < count; ++i) {
         const Size j = found[i];
         const Size unit = tile.grouped ? segment_of(j / FAN, begin) * FAN + j % FAN : j;
-        candidates.push_back({int32_t(unit), int32_t(r), int32_t(i)});
+        own[i] = {int32_t(unit), int32_t(r), int32_t(i)};
         column[r * call.looks + i] = int32_t(j);
       }
       hide_from(looked + r * looks_row(), count, looks_row());
     }
-    by_row = candidates;
-    sort(candidates, tile.far * FAN);
+    candidates.sort(tile.far * FAN);
+  }
+
+  const int8_t* look_of(Size unit) const {
+    return reinterpret_cast<const int8_t*>(segment(unit / FAN) + record.look) + unit % FAN * Record::look_bytes(d);
   }
 
   // The largest logit of each candidate.
   template <class Products> inline void look() {
-    const Size size = candidates.size();
+    const Size size = candidates.by_unit.size();
     for (Size i = 0, count; i < size; i += count) {
-      const Selection* x = candidates.data() + i;
+      const Selection* x = candidates.by_unit.data() + i;
       for (count = 1; count < ROWS_PER_BLOCK && i + count < size && x[count].unit == x->unit;) ++count;
       const T* mine = segment(x->unit / FAN);
       const Size place = x->unit % FAN;
       const uint8_t* coarse[ROWS_PER_BLOCK];
       T above[ROWS_PER_BLOCK];
       for (Size r = 0; r < count; ++r) coarse[r] = bytes.data() + x[r].row * quads * 4;
-      Products::template largest<T>(count,
-                                    reinterpret_cast<const int8_t*>(mine + record.look) + place * Record::look_bytes(d),
-                                    coarse, quads, mine + record.bias + place * PANEL, call.block, above);
+      Products::template largest<T>(count, look_of(x->unit), coarse, quads, mine + record.bias + place * PANEL,
+                                    call.block, above);
       for (Size r = 0; r < count; ++r) {
         const Size row = x[r].row, j = column[row * call.looks + x[r].slot];
         looked[row * looks_row() + x[r].slot] =
@@ -269,30 +276,26 @@ template <class T> class Multipole {
     else
 #endif
       look<PlainProducts>();
-    Size begin = 0;  // of row r in by_row
+    Size begin = 0;  // of row r in candidates.by_row
     for (Size r = 0; r < tile.rows; ++r) {
-      Size count = 0;
-      while (begin + count < Size(by_row.size()) && by_row[begin + count].row == r) ++count;
+      const Size count = count_of(candidates, begin, r);
       const T* mine = looked + r * looks_row();
       const Size chosen = take_best<T>(mine, count, call.top, found);
+      Selection* own = selected.add(chosen);
       for (Size i = 0; i < chosen; ++i) {
-        selected.push_back({by_row[begin + found[i]].unit, int32_t(r), int32_t(i)});
+        own[i] = {candidates.by_row[begin + found[i]].unit, int32_t(r), int32_t(i)};
         logs[r * tile.columns + column[r * call.looks + found[i]]] = -INFINITY;
       }
       raise(r, logs + r * tile.columns, tile.columns);
       begin += count;
     }
     remember_selected();
-    sort(selected, tile.far * FAN);
-  }
-
-  Size row_of(Size r) const {  // in (b, g, n)
-    return (tile.b * call.group + r / tile.count) * call.queries + tile.from + r % tile.count;
+    selected.sort(tile.far * FAN);
   }
 
   void remember_selected() {
     if (!call.chosen) return;
-    for (const Selection& x : selected) call.chosen[row_of(x.row) * call.top + x.slot] = x.unit;
+    for (const Selection& x : selected.by_row) call.chosen[row_of(call, tile, x.row) * call.top + x.slot] = x.unit;
   }
 
   // --- Weights and values --------------------------------------------------------------------------------------------
@@ -327,7 +330,7 @@ template <class T> class Multipole {
     std::fill(totals + 0, totals + tile.rows * PANEL, T(0));
     std::fill(excess + 0, excess + tile.rows * PANEL, T(0));
     for (Size r = 0; r < tile.rows; ++r) level[r] = level[r] == -INFINITY ? T(0) : level[r];
-    for_each_unit(selected, [&](const Selection* x, Size count) { read_block<ROWS_PER_BLOCK>(x, count); });
+    for_each_unit(selected.by_unit, [&](const Selection* x, Size count) { read_block<ROWS_PER_BLOCK>(x, count); });
     bool done = true;
     for (Size r = 0; r < tile.rows; ++r) {
       T most = 0;
@@ -414,7 +417,7 @@ template <class T> class Multipole {
     add_dense(std::min<Size>(call.sinks, most), first, first_row,
               static_cast<const T*>(call.sink_values) + tile.b * first_row * e);
     if (tile.grouped)
-      for_each_unit(opened, [&](const Selection* x, Size count) {
+      for_each_unit(opened.by_unit, [&](const Selection* x, Size count) {
         const T* a[ROWS_PER_BLOCK];
         T* c[ROWS_PER_BLOCK];
         for (Size i = 0; i < count; ++i) {
@@ -435,9 +438,9 @@ template <class T> class Multipole {
       T total = 0;
       for (Size j = 0; j < PANEL; j += lanes<T>) total += sum<T>(load(totals + r * PANEL + j));
       const T inverse = total > 0 ? 1 / total : T(0);
-      T* to = output + output_place(call, tile, r);
+      T* to = output + strided_row(tile, r, call.output_batch, call.output_group, call.output_token);
       for (Size i = 0; i < e; ++i) to[i] = answers[r * e + i] * inverse;
-      if (levels) levels[row_of(r)] = total > 0 ? level[r] + std::log(total) : T(INFINITY);
+      if (levels) levels[row_of(call, tile, r)] = total > 0 ? level[r] + std::log(total) : T(INFINITY);
     }
   }
 };
@@ -458,7 +461,7 @@ template <class T> bool multipole(const SubquadMultipole& call) {
   std::atomic<Size> next{Size(tiles.size())};  // The last tiles, which see the most keys, come first.
   return in_parallel(threads, [&](Size) {
     Multipole<T> tile(call, most_sees);
-    for (Size i; (i = --next) >= 0;) tile(tiles[i].b, tiles[i].from, tiles[i].count);
+    for (Size i; (i = --next) >= 0;) tile(tiles[i]);
   });
 }
 

@@ -39,10 +39,10 @@ template <class T> class MultipoleGradient {
     for (Size t = 0; t < PANEL; ++t) hidden[t] = t < call.block ? T(0) : -INFINITY;
   }
 
-  // Add the gradients of queries [from, from + count) of head b to the sums of a part.
-  void operator()(Size b, Size from, Size count, Size part) {
-    tile = Tile::of(call, b, from, count);
-    place = b * given.parts + part;
+  // Add the gradients of a tile to the sums of a part.
+  void operator()(const TileRange& range, Size part) {
+    tile = Tile::of(call, range);
+    place = tile.b * given.parts + part;
     read_rows();
     sinks();
     near_keys();
@@ -67,24 +67,21 @@ template <class T> class MultipoleGradient {
   Buffer<T> weights, slopes;                   // p and dx, (rows, columns)
   T hidden[PANEL];
   std::vector<T> norms, levels, deltas;  // |q|, the logarithm of the sum of weights, do.out
-  std::vector<Selection> selected;       // the blocks that rows read, by block
-  Sorter sort;
+  Selections selected;                   // the blocks that rows read
 
   const T* segment(Size s) const {
     return reinterpret_cast<const T*>(call.table[2 * s]) + tile.b * call.table[2 * s + 1];
   }
   static const T* at(const void* data, Size offset) { return static_cast<const T*>(data) + offset; }
   static T* at(void* data, Size offset) { return static_cast<T*>(data) + offset; }
-  Size row_of(Size r) const {  // in (b, g, n)
-    return (tile.b * call.group + r / tile.count) * call.queries + tile.from + r % tile.count;
-  }
+  Size place_of(Size r) const { return row_of(call, tile, r); }
 
   void read_rows() {
     std::fill(queries + 0, queries + tile.rows * row, T(0));
     std::fill(moves + 0, moves + tile.rows * row, T(0));
     for (Size r = 0; r < tile.rows; ++r) {
-      const T *q = at(call.q, row_of(r) * d), *grad = at(given.output_grad, row_of(r) * e),
-              *output = at(static_cast<const void*>(call.output), output_place(call, tile, r));
+      const T *q = at(call.q, place_of(r) * d), *grad = at(given.output_grad, place_of(r) * e),
+              *output = at(static_cast<const void*>(call.output), strided_row(tile, r, call.output_batch, call.output_group, call.output_token));
       std::copy(q, q + d, queries + r * row);
       std::copy(grad, grad + e, grads + r * e);
       T squares = 0, delta = 0;
@@ -92,7 +89,7 @@ template <class T> class MultipoleGradient {
       for (Size i = 0; i < e; ++i) delta += grad[i] * output[i];
       norms[r] = std::sqrt(squares);
       deltas[r] = delta;
-      levels[r] = static_cast<const T*>(call.level)[row_of(r)];
+      levels[r] = static_cast<const T*>(call.level)[place_of(r)];
     }
   }
 
@@ -153,10 +150,10 @@ template <class T> class MultipoleGradient {
     selected.clear();
     for (Size r = 0; r < tile.rows; ++r)
       for (Size i = 0; i < call.top; ++i) {
-        const int32_t unit = call.chosen[row_of(r) * call.top + i];
-        if (unit >= 0) selected.push_back({unit, int32_t(r), int32_t(i)});
+        const int32_t unit = call.chosen[place_of(r) * call.top + i];
+        if (unit >= 0) *selected.add(1) = {unit, int32_t(r), int32_t(i)};
       }
-    sort(selected, tile.far * FAN);
+    selected.sort(tile.far * FAN);
   }
 
   // Log-weights of 16 units, from their mean logits.
@@ -182,7 +179,7 @@ template <class T> class MultipoleGradient {
   }
 
   bool is_open(Size r, Size s) const {
-    const int32_t* mine = call.opened_segments + row_of(r) * call.opened;
+    const int32_t* mine = call.opened_segments + place_of(r) * call.opened;
     return std::binary_search(mine, mine + opened_count(mine), int32_t(s));
   }
   Size opened_count(const int32_t* mine) const {
@@ -206,7 +203,7 @@ template <class T> class MultipoleGradient {
         else
           weigh(segment(s) + record.radius, mine, r, log_keys);
       }
-    for (const Selection& x : selected) weights[x.row * columns + x.unit] = -INFINITY;
+    for (const Selection& x : selected.by_row) weights[x.row * columns + x.unit] = -INFINITY;
     for (Size r = 0; r < tile.rows; ++r) {
       differentiate(weights + r * columns, slopes + r * columns, columns, r);
       for (Size s = 0; s < tile.far; ++s)
@@ -230,7 +227,7 @@ template <class T> class MultipoleGradient {
       T* mine = weights + r * columns;
       for (Size i = 0; i < panels; ++i) weigh(header + i * record.header + record.radius, mine + i * FAN, r, log_keys);
       hide_from(mine, tile.far, columns);
-      const int32_t* own = call.opened_segments + row_of(r) * call.opened;
+      const int32_t* own = call.opened_segments + place_of(r) * call.opened;
       for (Size i = 0; i < opened_count(own); ++i) mine[own[i]] = -INFINITY;
       differentiate(mine, slopes + r * columns, columns, r);
       for (Size i = 0; i < panels; ++i)
@@ -242,9 +239,10 @@ template <class T> class MultipoleGradient {
   }
 
   template <class Body> void for_each_run(Body body) {
-    for (Size i = 0, count; i < Size(selected.size()); i += count) {
-      for (count = 1; i + count < Size(selected.size()) && selected[i + count].unit == selected[i].unit;) ++count;
-      body(selected.data() + i, count);
+    const std::vector<Selection>& chosen = selected.by_unit;
+    for (Size i = 0, count; i < Size(chosen.size()); i += count) {
+      for (count = 1; i + count < Size(chosen.size()) && chosen[i + count].unit == chosen[i].unit;) ++count;
+      body(chosen.data() + i, count);
     }
   }
 
@@ -295,7 +293,7 @@ template <class T> class MultipoleGradient {
 
   void write() {
     for (Size r = 0; r < tile.rows; ++r)
-      std::copy(moves + r * row, moves + r * row + d, at(given.q_grad, row_of(r) * d));
+      std::copy(moves + r * row, moves + r * row + d, at(given.q_grad, place_of(r) * d));
   }
 };
 
@@ -311,8 +309,7 @@ template <class T> bool multipole_backward(const SubquadMultipoleGradient& given
     for (Size task; (task = next++) < tasks;)
       for (Size i = 0, own = 0; i < Size(tiles.size()); ++i) {
         if (tiles[i].b != task / given.parts) continue;
-        if (own++ % given.parts == task % given.parts)
-          tile(tiles[i].b, tiles[i].from, tiles[i].count, task % given.parts);
+        if (own++ % given.parts == task % given.parts) tile(tiles[i], task % given.parts);
       }
   });
 }

@@ -48,8 +48,8 @@ template <class T> Size count_above(const T* scores, Size size, T limit) {
   return total;
 }
 
-// The threshold that selects `wanted` of `size` scores (whole vectors), by bisection of their range: a few passes, each
-// with one comparison per vector.
+// The threshold that selects `wanted` of `size` scores (whole vectors). Each pass, with one comparison per vector,
+// narrows the range: by interpolation between the counts at its ends, and by bisection now and then.
 template <class T> Threshold<T> find_threshold(const T* scores, Size size, Size wanted) {
   vec<T> most = all<T>(-INFINITY), least = all<T>(INFINITY);
   for (Size j = 0; j < size; j += lanes<T>) {
@@ -58,14 +58,17 @@ template <class T> Threshold<T> find_threshold(const T* scores, Size size, Size 
     least = x < least && x > all<T>(-INFINITY) ? x : least;
   }
   T high = largest<T>(most), low = -largest<T>(-least);
-  const Size over = count_above(scores, size, low);
-  if (over < wanted) return {low, wanted - over};
-  for (;;) {
-    const T middle = low / 2 + high / 2;
+  Size above_low = count_above(scores, size, low), above_high = 0;
+  if (above_low < wanted) return {low, wanted - above_low};
+  for (int round = 0;; ++round) {
+    const T share = (T(above_low - wanted) + T(0.5)) / T(above_low - above_high + 1);
+    T middle = low / 2 + high / 2;
     if (!(middle > low && middle < high)) return {high, wanted - count_above(scores, size, high)};
+    if (const T guess = low + share * (high - low); round % 3 < 2 && guess > low && guess < high) middle = guess;
     const Size count = count_above(scores, size, middle);
     if (count == wanted) return {middle, 0};
     (count > wanted ? low : high) = middle;
+    (count > wanted ? above_low : above_high) = count;
   }
 }
 
@@ -96,20 +99,32 @@ template <class T> Size take_best(const T* scores, Size size, Size wanted, std::
   return std::min(count, wanted);
 }
 
-// Counting sort by unit; the rows of a unit keep their order.
-class Sorter {
+// What the rows of a tile chose, row by row and unit by unit; the rows of a unit keep their order.
+class Selections {
  public:
-  void operator()(std::vector<Selection>& selections, Size units) {
+  std::vector<Selection> by_row, by_unit;
+
+  void clear() {
+    by_row.clear();
+    by_unit.clear();
+  }
+
+  // Room for the selections of one more row. (push_back would be a call: the library's code is for any processor.)
+  Selection* add(Size count) {
+    by_row.resize(by_row.size() + count);
+    return by_row.data() + by_row.size() - count;
+  }
+
+  // Counting sort of `by_row` into `by_unit`.
+  void sort(Size units) {
     ends.assign(units + 1, 0);
-    sorted.resize(selections.size());
-    for (const Selection& x : selections) ++ends[x.unit + 1];
+    by_unit.resize(by_row.size());
+    for (const Selection& x : by_row) ++ends[x.unit + 1];
     for (Size i = 0; i < units; ++i) ends[i + 1] += ends[i];
-    for (const Selection& x : selections) sorted[ends[x.unit]++] = x;
-    selections.swap(sorted);
+    for (const Selection& x : by_row) by_unit[ends[x.unit]++] = x;
   }
 
  private:
-  std::vector<Selection> sorted;
   std::vector<Size> ends;
 };
 

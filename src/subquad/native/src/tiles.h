@@ -20,43 +20,45 @@ inline Size far_segments(const SubquadMultipole& call, Size sees) {
   return std::max<Size>(0, sees - call.sinks - call.window) / (FAN * call.block);
 }
 
-// Queries [from, from + count) of head b.
-struct Tile {
-  Size b, from, count, rows;                // rows: of all query heads that share the keys
+// Queries [from, from + count) of all query heads of key head b.
+struct TileRange {
+  Size b, from, count;
+};
+
+struct Tile : TileRange {
+  Size rows;                                // of all query heads
   const int64_t* sees;                      // (count,)
   Size far;                                 // finished segments
   bool grouped;                             // rows open some of the segments, instead of looking at all
   Size columns;                             // blocks that a row considers
   Size near_from, near_panel, near_panels;  // keys after the segments, not counting sinks; where they are in `raw`
 
-  static Tile of(const SubquadMultipole& call, Size b, Size from, Size count) {
+  static Tile of(const SubquadMultipole& call, const TileRange& range) {
     Tile t{};
-    t.b = b;
-    t.from = from;
-    t.count = count;
-    t.rows = call.group * count;
-    t.sees = call.sees + b * call.queries + from;
+    static_cast<TileRange&>(t) = range;
+    t.rows = call.group * t.count;
+    t.sees = call.sees + t.b * call.queries + t.from;
     t.far = far_segments(call, t.sees[0]);
     t.grouped = t.far >= call.grouped_from;
     t.columns = FAN * (t.grouped ? std::min<Size>(call.opened, t.far) : t.far);
     t.near_from = t.far * FAN * call.block;
-    t.near_panel = (t.far - call.base[b]) * call.block;
-    t.near_panels = whole_panels(*std::max_element(t.sees, t.sees + count) - call.sinks - t.near_from);
+    t.near_panel = (t.far - call.base[t.b]) * call.block;
+    t.near_panels = whole_panels(*std::max_element(t.sees, t.sees + t.count) - call.sinks - t.near_from);
     return t;
   }
 
   Size near_row() const { return near_panels * PANEL; }
 };
 
-// Where the output of row r begins.
-inline Size output_place(const SubquadMultipole& call, const Tile& tile, Size r) {
-  return tile.b * call.output_batch + r / tile.count * call.output_group +
-         (tile.from + r % tile.count) * call.output_token;
+// The place of row r in (b, g, n).
+inline Size row_of(const SubquadMultipole& call, const Tile& tile, Size r) {
+  return (tile.b * call.group + r / tile.count) * call.queries + tile.from + r % tile.count;
 }
 
-struct TileRange {
-  Size b, from, count;
-};
+// Where row r begins in a tensor with these strides.
+inline Size strided_row(const Tile& tile, Size r, Size batch, Size group, Size token) {
+  return tile.b * batch + r / tile.count * group + (tile.from + r % tile.count) * token;
+}
 
 inline std::vector<TileRange> tiles_of(const SubquadMultipole& call) {
   const Size n = call.queries, rows = std::max<Size>(1, TILE_ROWS / call.group);

@@ -1,0 +1,98 @@
+"""Decoding by a feature method: sums that the step kernel updates in place.
+
+    S <- S + phi(k) [v, 1],    out = phi(q) S
+"""
+
+import ctypes
+from dataclasses import replace
+from math import prod, sqrt
+
+import torch
+from torch import Tensor
+
+from subquad._calls.layout import Layout
+from subquad._calls.state import State
+from subquad._engines.features.choose_form import is_fusable
+from subquad._engines.features.fused import numbers_of, turned
+from subquad._engines.features.kernel import feature_kernel
+from subquad._engines.features.native_call import Operands, Results, packed_call
+from subquad._torch_internals import is_transformed
+from subquad.methods.method import feature_method
+from subquad.native.calls import FeatureCall, address, check_result
+from subquad.native.loader import FOUND
+
+
+class FeatureSteps:
+    """The steps that follow a state, on a copy of its sums; `prepared` makes them."""
+
+    def __init__(self, state: State, operands: Operands, packed: bytes, rows: tuple[Tensor, Tensor]) -> None:
+        self._state, self._count = state, 0
+        self._operands, self._poison, self._normalizer = operands, *rows  # They live as long as the call.
+        self._call = FeatureCall.from_buffer_copy(packed)
+        assert FOUND.library is not None  # or the kernels would not serve
+        self._step, self._address = FOUND.library.step, ctypes.byref(self._call)
+
+    @property
+    def state(self) -> State:
+        """A copy of the state after the last token."""
+        return self.release()._map(Tensor.clone)
+
+    def release(self) -> State:
+        """Return the state itself, whose tensors another step would change."""
+        return replace(self._state, length=self._state.length + self._count)
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
+        """Return (..., heads, 1, e) for the next token."""
+        call = self._call
+        q, k, v = query.contiguous(), key.contiguous(), value.contiguous()
+        output = query.new_empty((*query.shape[:-1], value.shape[-1]), dtype=self._poison.dtype)
+        call.q.data, call.k.data, call.v.data, call.output = (x.data_ptr() for x in (q, k, v, output))
+        self._count += 1
+        if code := self._step(self._address):
+            check_result(code)
+            output += self._poison.reshape(query.shape[:-1])[..., None]
+        return output if output.dtype == query.dtype else output.to(query.dtype)
+
+
+def prepared(state: State, scale: float | None, query: Tensor, key: Tensor, value: Tensor) -> FeatureSteps | None:
+    """Return the steps for tokens like this one; None if the kernels do not serve them, or the engine is to raise."""
+    if state.sums is None or state.poison is None:
+        return None
+    method = feature_method(state.method)
+    if method.is_learned or method.key_shift is not None or not _fits(state, query, key, value):
+        return None
+    rows, group = prod(state.poison.shape), query.shape[-3] // max(1, state.poison.shape[-1])
+    d, e = key.shape[-1], value.shape[-1]
+    layout = Layout((), rows, group, 1, 1, d, e, query.device)
+    if not is_fusable(method, layout, query.dtype, is_causal=True, is_stateful=True):
+        return None
+    q, k, v = (x.contiguous() for x in (query, key, value))
+    q, k, v = q.view(rows, group, 1, d), k.view(rows, 1, d), v.view(rows, 1, e)
+    if is_transformed(q, k, v):
+        return None
+    # The kernels keep features contiguous: sums become (..., e + 1, r), seen transposed.
+    sums = state.sums.mT.clone(memory_format=torch.contiguous_format)
+    kernel, _, _ = feature_kernel(method, q, k, 1 / sqrt(d) if scale is None else scale)
+    log_scale = None if state.log_scale is None else state.log_scale.clone(memory_format=torch.contiguous_format)
+    poison = state.poison.clone(memory_format=torch.contiguous_format)
+    row_poison, normalizer = sums.new_empty(2, rows, group).unbind()
+    operands = Operands(q, k, v, None, kernel.table, turned(method, kernel.table), sums, poison, log_scale)
+    operands = operands.contiguous()
+    results = Results(address(sums), address(poison), address(log_scale), 0, address(normalizer), address(row_poison))
+    packed = packed_call("step", operands, numbers_of(method, kernel, True), results)
+    own = replace(state, sums=sums.mT, poison=poison, log_scale=log_scale)
+    return FeatureSteps(own, operands, packed, (row_poison, normalizer))
+
+
+def _fits(state: State, query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Return whether the token has the shapes and the dtype of the state."""
+    assert state.sums is not None and state.poison is not None
+    if state.segment is not None or not query.dim() == key.dim() > 2:
+        return False
+    lead, d, e = state.poison.shape, key.shape[-1], state.sums.shape[-1] - 1
+    is_wide = torch.promote_types(query.dtype, torch.float32) == state.sums.dtype
+    if not query.dtype == key.dtype == value.dtype or not is_wide:
+        return False
+    fits = key.shape == (*lead, 1, d) and value.shape == (*lead, 1, e) and query.shape[:-3] == lead[:-1]
+    fits = fits and query.shape[-2:] == (1, d) and query.shape[-3] % max(1, lead[-1]) == 0
+    return fits and state.sums.shape[-2] == feature_method(state.method).size(d)
