@@ -9,6 +9,7 @@ torch.Size([1, 8, 512, 16])
 from subquad._calls.state import State
 from subquad._engines.decoder import Decoder
 from subquad.attention import attention, normalizer
+from subquad.methods.block_sparse import BlockSparse
 from subquad.methods.error_estimate import ErrorEstimate
 from subquad.methods.exact import Exact
 from subquad.methods.feature_map import FeatureMap
@@ -17,6 +18,7 @@ from subquad.methods.multipole import Multipole
 from subquad.methods.random_features import RandomFeatures
 from subquad.methods.separable import Separable
 from subquad.methods.taylor import Taylor
+from subquad.methods.window import Window
 from subquad.nn.multihead import MultiheadAttention
 from subquad.nn.replace import replace_attention
 from subquad.nn.report import Replacement, Replacements
@@ -32,8 +34,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     # compute
-    "attention", "normalizer", "Decoder", "Exact", "Taylor", "RandomFeatures", "Linear", "Separable", "Multipole",
-    "Auto", "FeatureMap", "State",
+    "attention", "normalizer", "Decoder", "Exact", "Taylor", "RandomFeatures", "Linear", "Separable", "Window",
+    "BlockSparse", "Multipole", "Auto", "FeatureMap", "State",
     # predict
     "cost", "multihead_cost", "crossover", "error", "needed_degree", "needed_features", "logit_range", "measure_error",
     "plan",

@@ -2,6 +2,7 @@
 
     feature methods  sums = sum_j phi(k_j) [v_j, 1], with the normalizer in the last column: a fixed size
     Exact            the keys and values themselves: grows with the length
+    Window           the last keys and values, and the first ones: a fixed size
     Multipole        the same, without hidden keys, far ones in blocks with their moments
 
 A sequence cut anywhere, and resumed from its state, gives the result of the whole.
@@ -31,12 +32,12 @@ class WritePermit:
         """Copies and pickles belong to other tensors: what was prepared for these is left out."""
         return WritePermit, (self.length,)
 
-    def claim(self, length: int) -> bool:
-        """Take the permission of the state of this length for one token; False if another call has it."""
+    def claim(self, length: int, count: int = 1) -> bool:
+        """Take the permission of the state of this length for `count` tokens; False if another call has it."""
         with self._lock:
             if self.length != length:
                 return False
-            self.length += 1
+            self.length += count
             return True
 
     def give_back(self) -> None:
@@ -56,13 +57,14 @@ class State:
         poison: (..., heads), 0, or NaN once a non-finite key or value was seen.
         log_scale: The sums are to be multiplied by its exp(): (..., heads, 1), or (..., heads, r) for `Separable`.
         segment: (..., heads), the segment of the last key, where segments are used.
-        keys: (..., heads, length, width), for `Exact`.
-        values: (..., heads, length, value width), for `Exact`.
-        keep: (..., heads, length), for `Exact`: False where padding hides a key.
+        keys: (..., heads, length, width), for `Exact`; for `Window` the last of them.
+        values: (..., heads, length, value width), the same.
+        keep: (..., heads, length), the same: False where padding hides a key.
         filled: (..., heads), for `Multipole`: how many keys there are.
-        parts: For `Multipole`, the tensors of its memory, (..., heads, ...) each.
+        parts: For `Multipole`, the tensors of its memory, (..., heads, ...) each; for `Window` keys, values and places
+            of the first visible keys.
         widths: For `Multipole`, the widths of keys and values.
-        permit: For `Multipole`, who may write into the room for more keys.
+        permit: For `Multipole` and `Window`, who may write into the room for more keys.
 
     Example:
         >>> from subquad import attention

@@ -3,6 +3,7 @@
     exact        torch's scaled_dot_product_attention
     features     sums of features, in one of five forms
     multipole    near keys exactly, blocks of far keys by their moments
+    sparse       exact softmax over a window of keys, or over chosen blocks
 
 A new engine adds its module here and its name to `methods.method.Engine`.
 """
@@ -15,6 +16,7 @@ from subquad._engines import exact
 from subquad._engines.features import engine as features
 from subquad._engines.multipole import engine as multipole
 from subquad._engines.result import Result
+from subquad._engines.sparse import engine as sparse
 from subquad.methods import Method
 from subquad.methods.method import Engine
 
@@ -40,4 +42,6 @@ def run(method: Any, call: Call, form: Any = None, chunk: int | None = None) -> 
         )
     if name == "multipole":
         return multipole.run(method, call, form)
+    if name == "sparse":
+        return sparse.run(method, call, form)
     return features.run(method, call, form, chunk)

@@ -1,10 +1,12 @@
 """Methods: the values that a user can name, one file each.
 
-To add a method, write its file, add its class to `BUILT_IN`, and export it from `subquad`.
+To add a method, write its file, add its class to `BUILT_IN`, and export it from `subquad`. `BlockSparse` has no name: it
+cannot be made without a layout.
 """
 
 from typing import TypeAlias
 
+from subquad.methods.block_sparse import BlockSparse
 from subquad.methods.error_estimate import ErrorEstimate
 from subquad.methods.exact import Exact
 from subquad.methods.feature_map import FeatureMap
@@ -14,16 +16,18 @@ from subquad.methods.multipole import Multipole
 from subquad.methods.random_features import RandomFeatures
 from subquad.methods.separable import Separable
 from subquad.methods.taylor import Taylor
+from subquad.methods.window import Window
 
-BUILT_IN: tuple[type[Method], ...] = (Exact, Taylor, RandomFeatures, Linear, Separable, Multipole)
+BUILT_IN: tuple[type[Method], ...] = (Exact, Taylor, RandomFeatures, Linear, Separable, Window, Multipole)
 BY_NAME: dict[str, Method] = {kind.name: kind() for kind in BUILT_IN}  # with default arguments
 
 AnyMethod: TypeAlias = Method | FeatureMap  # what `resolve` returns
 MethodLike: TypeAlias = AnyMethod | str  # what a user may pass
 
 __all__ = [
-    "AnyMethod", "BUILT_IN", "BY_NAME", "ErrorEstimate", "Exact", "FeatureMap", "FeatureMethod", "Linear", "Method",
-    "MethodLike", "Multipole", "RandomFeatures", "Separable", "Taylor", "feature_method", "label_of", "resolve",
+    "AnyMethod", "BUILT_IN", "BY_NAME", "BlockSparse", "ErrorEstimate", "Exact", "FeatureMap", "FeatureMethod", "Linear", "Method",
+    "MethodLike", "Multipole", "RandomFeatures", "Separable", "Taylor", "Window", "feature_method", "label_of",
+    "resolve",
 ]  # fmt: skip
 
 

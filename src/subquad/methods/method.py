@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from subquad.methods.error_estimate import UNKNOWN_ERROR, ErrorEstimate
 from subquad.methods.feature_map import FeatureMap
 
-Engine = Literal["exact", "features", "multipole"]
+Engine = Literal["exact", "features", "multipole", "sparse"]
 Shift = tuple[float, ...] | tuple[tuple[float, ...], ...]
 
 

@@ -1,0 +1,63 @@
+"""Sparse attention by torch's operations: the readable twin of the native kernels, and what differentiates twice.
+
+Rows are computed in tiles, each with the keys between the first and the last that one of its rows sees, so time and
+memory are those of the window, not of the whole sequence.
+
+Axes: b batch and key heads, g query heads per key head, n queries, m keys, d width, e value width.
+"""
+
+import torch
+from torch import Tensor
+
+from subquad._engines.finite import cleaned, poison_of
+from subquad._engines.sparse.pattern import Pattern
+
+TILE_ROWS = 256
+NEVER = float("-inf")
+
+
+def attend_by_torch(
+    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, softcap: float | None, sink_logits: Tensor | None
+) -> Tensor:
+    """Return (b, g, n, e).
+
+    Args:
+        q: Scaled queries (b, g, n, d), wide.
+        k: Keys (b, m, d).
+        v: Values (b, m, e).
+        pattern: The pairs that are seen.
+        softcap: Soft-capping of the logits, or None.
+        sink_logits: (b, g), or None.
+    """
+    row_poison, key_poison = poison_of(q), poison_of(k) + poison_of(v)
+    q, k, v = cleaned(q), cleaned(k), cleaned(v)
+    outputs = []
+    for start in range(0, q.shape[2], TILE_ROWS):
+        rows = slice(start, min(start + TILE_ROWS, q.shape[2]))
+        outputs.append(_tile(q[:, :, rows], k, v, pattern, rows, key_poison, softcap, sink_logits))
+    output = torch.cat(outputs, 2) if outputs else q.new_zeros(*q.shape[:3], v.shape[-1])
+    return output.masked_fill(row_poison.isnan()[..., None], float("nan"))
+
+
+def _tile(
+    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, rows: slice, key_poison: Tensor, softcap: float | None,
+    sink_logits: Tensor | None,
+) -> Tensor:  # fmt: skip
+    parts = [slice(low, high) for low, high in pattern.hull(rows)]
+    if not parts:
+        nothing = q[..., :1] * 0 + k.sum() * 0 + v.sum() * 0  # 0, with gradients
+        return nothing.expand(*q.shape[:3], v.shape[-1])
+    keys, values, poison = (torch.cat([x[:, part] for part in parts], 1) for x in (k, v, key_poison))
+    seen = torch.cat([pattern.seen(rows, part, q.shape[1]) for part in parts], -1)
+    logits = q @ keys[:, None].mT  # (b, g, n, m)
+    if softcap is not None:
+        logits = softcap * (logits / softcap).tanh()
+    logits = torch.where(seen, logits, NEVER)
+    if sink_logits is not None:
+        logits = torch.cat([logits, sink_logits[..., None, None].expand(*logits.shape[:3], 1)], -1)
+    highest = logits.detach().amax(-1, keepdim=True)
+    weights = (logits - torch.where(highest == NEVER, 0.0, highest)).exp()
+    total = weights.sum(-1, keepdim=True)
+    share = weights[..., : keys.shape[1]] / torch.where(total == 0, 1.0, total)
+    is_poisoned = (seen & poison.isnan()[:, None, None]).any(-1)
+    return (share @ values[:, None]).masked_fill(is_poisoned[..., None], float("nan"))

@@ -1,0 +1,104 @@
+"""The engine of sparse attention: from the call to the pattern of its pairs, and to the kernels.
+
+    keys of the state and of the call -> which of them each query sees -> exact softmax over those
+
+Axes: b batch and key heads, g query heads per key head, n queries, m keys, d width, e value width.
+"""
+
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+
+from subquad._calls.call import Call
+from subquad._engines.finite import widen
+from subquad._engines.result import Result
+from subquad._engines.sparse.bounds import Places, bounds_of
+from subquad._engines.sparse.by_torch import attend_by_torch
+from subquad._engines.sparse.gradient import attend_natively
+from subquad._engines.sparse.memory import Tokens, folded, grown, state_after
+from subquad._engines.sparse.native_call import is_served
+from subquad._engines.sparse.pattern import Pattern
+from subquad.methods.block_sparse import BlockSparse
+from subquad.methods.sparse import SparseMethod
+from subquad.methods.window import Window
+
+
+def run(method: SparseMethod, call: Call, form: str | None = None) -> Result:
+    """Compute the call; the form "dense" or "chunked" asks for torch's operations."""
+    call = call.factored()
+    if isinstance(method, BlockSparse) and call.is_stateful:
+        raise ValueError("state: BlockSparse describes a whole sequence and has no state; expected a call without one")
+    wide = torch.autocast(call.layout.device.type, enabled=False) if call.is_autocast else nullcontext()
+    with wide:
+        result = _run(method, call, form in ("dense", "chunked"))
+        return result._replace(output=call.unfolded(result.output))
+
+
+def _run(method: SparseMethod, call: Call, by_torch: bool) -> Result:
+    q, k, v = call.folded()
+    new, prefix, state = Tokens(k, v, call.keep()), None, call.state
+    seen = tokens = new
+    if state is not None and state.keys is not None:
+        prefix, tail = folded(state, call.layout)
+        seen = tail.followed_by(new)  # the tail and what follows it
+        tokens = prefix.followed_by(seen) if prefix.keys.shape[1] else seen
+    pattern = _pattern(method, call, tokens, 0 if prefix is None else prefix.keys.shape[1])
+    sinks = method.logits_of_sinks(call.layout.key_heads * call.layout.group, widen(q[:0]).dtype)
+    if sinks is not None:  # (b, g)
+        copies = call.layout.rows // max(1, call.layout.key_heads)
+        sinks = sinks.unflatten(0, (call.layout.key_heads, call.layout.group)).repeat(copies, 1)
+    given = (q, tokens.keys, tokens.values)
+    if not by_torch and is_served(*given, sinks):
+        output, used = attend_natively(*given, pattern, call.logit_scale, method.softcap, sinks), "fused"
+    else:
+        output, used = _by_torch(given, pattern, call.logit_scale, method.softcap, sinks), "dense"
+    after = None
+    if call.return_state:
+        assert isinstance(method, Window)
+        after = _next_state(method, call, prefix, seen, new)
+    return Result(output, after, used)
+
+
+def _by_torch(
+    given: tuple[Tensor, Tensor, Tensor], pattern: Pattern, scale: float, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    q, k, v = (widen(x) for x in given)
+    return attend_by_torch(q * scale, k, v, pattern, softcap, sinks)
+
+
+def _pattern(method: SparseMethod, call: Call, tokens: Tokens, prefix: int) -> Pattern:
+    """Return the pairs that are seen."""
+    layout, keys = call.layout, tokens.keys.shape[1]
+    before = keys - layout.keys
+    first = before + (layout.keys - layout.queries if call.state is not None and call.is_causal else 0)
+    segments = call.segments
+    if segments is not None and before:
+        segments = torch.cat([segments.new_zeros(len(segments), before), segments], 1)
+    if isinstance(method, BlockSparse):
+        query_block, key_block = method.blocks(layout.key_heads * layout.group, layout.queries, layout.keys)
+        places = Places(layout.queries, keys, first, call.is_causal, 0, tokens.keep, segments)
+        bounds = bounds_of(Window(None), places, layout.device)
+        blocks = method.layout.to(layout.device)
+        return Pattern(bounds, tokens.keep, blocks, query_block, key_block, layout.key_heads)
+    assert isinstance(method, Window)
+    places = Places(layout.queries, keys, first, call.is_causal, prefix, tokens.keep, segments)
+    return Pattern(bounds_of(method, places, layout.device), tokens.keep)
+
+
+def _next_state(method: Window, call: Call, prefix: Tokens | None, seen: Tokens, new: Tokens):  # type: ignore[no-untyped-def]
+    """Return the state after the call; the room of the state before it is used if it suffices."""
+    state, layout, segments = call.state, call.layout, call.segments
+    is_recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (new.keys, new.values))
+    has_sinks = state is not None and state.length >= method.sinks and state.keep is None
+    if state is not None and segments is None and has_sinks and not is_recorded and not torch.compiler.is_compiling():
+        longer = grown(state, layout, new)
+        if longer is not None:
+            return longer
+    if segments is not None and segments.shape[1]:  # Keys of earlier segments are hidden for good.
+        own = segments == segments[:, -1:]
+        old = (segments[:, -1:] == 0).expand(-1, seen.keys.shape[1] - own.shape[1])
+        seen = Tokens(seen.keys, seen.values, seen.shown() & torch.cat([old, own], 1))
+        if prefix is not None:
+            prefix = Tokens(prefix.keys, prefix.values, prefix.shown() & (segments[:, -1:] == 0))
+    return state_after(method, layout, state, prefix, seen, call.last_segment)

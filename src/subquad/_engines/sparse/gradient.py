@@ -1,0 +1,3 @@
+"""placeholder"""
+from typing import Any
+def attend_natively(*a: Any) -> Any: ...

@@ -1,0 +1,150 @@
+"""What a window remembers of the keys so far: the first visible ones, and the last ones, in constant memory.
+
+    sinks    the first `sinks` visible keys, with their places in the sequence
+    tail     the last keys, at least size - 1 of them, hidden ones included
+
+A tail is the front part of a buffer with room for more, into which later calls write. Whoever continues a state second
+finds the room taken and gets a copy, so a state is a value. A full buffer is replaced by one with the keys that are
+still needed.
+
+Axes: b batch and key heads, t keys of the tail, s sinks, m new keys, d width, e value width.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from subquad._calls.layout import Layout
+from subquad._calls.state import State, WritePermit
+from subquad.methods.window import Window
+
+MIN_SPARE_KEYS = 64
+MAX_SPARE_KEYS = 1024
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """Room for the keys, values and visibility of a tail, (b, room, ...) each."""
+
+    keys: Tensor
+    values: Tensor
+    keep: Tensor
+
+    @property
+    def room(self) -> int:
+        return self.keys.shape[1]
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Keys (b, m, d), values (b, m, e) and which of them are visible, (b, m); None if all are."""
+
+    keys: Tensor
+    values: Tensor
+    keep: Tensor | None
+
+    def followed_by(self, other: "Tokens") -> "Tokens":
+        keep = None
+        if self.keep is not None or other.keep is not None:
+            keep = torch.cat([self.shown(), other.shown()], 1)
+        return Tokens(torch.cat([self.keys, other.keys], 1), torch.cat([self.values, other.values], 1), keep)
+
+    def shown(self) -> Tensor:
+        """Return (b, m), True = visible."""
+        return self.keys.new_ones(self.keys.shape[:2], dtype=torch.bool) if self.keep is None else self.keep
+
+
+def folded(state: State, layout: Layout) -> tuple[Tokens, Tokens]:
+    """Return the sinks that are not in the tail, and the tail."""
+
+    def fold(x: Tensor) -> Tensor:
+        return x.reshape(layout.rows, *x.shape[len(layout.batch) + 1 :])
+
+    assert state.keys is not None and state.values is not None
+    keys, values, places = (fold(x) for x in state.parts)
+    tail = Tokens(fold(state.keys), fold(state.values), None if state.keep is None else fold(state.keep))
+    before = (places >= 0) & (places < state.length - tail.keys.shape[1])
+    if not torch.compiler.is_compiling() and bool(before.all()):
+        return Tokens(keys, values, None), tail
+    return Tokens(keys, values, before), tail
+
+
+def state_after(
+    method: Window, layout: Layout, before: State | None, prefix: Tokens | None, seen: Tokens, last: Tensor | None
+) -> State:
+    """Return the state after a call.
+
+    Args:
+        method: The method.
+        layout: The layout of the call.
+        before: The state before it, if any.
+        prefix: The sinks of that state that precede its tail.
+        seen: The tail of that state, and the new keys; visible are those of the last segment.
+        last: The last segment (b,), where segments are used.
+    """
+    length = layout.keys + (0 if before is None else before.length)
+    start = length - seen.keys.shape[1]  # the place of the first key of `seen`
+    sinks = _sinks(method, before, prefix, seen, start, layout)
+    kept = min(seen.keys.shape[1], method.reach - 1)
+    buffers = _buffers(method, seen, kept)
+    permit = WritePermit(length)
+    permit.prepared = buffers
+    keep = None if seen.keep is None else layout.unfold(buffers.keep[:, :kept])
+    return State(
+        method, length, keys=layout.unfold(buffers.keys[:, :kept]), values=layout.unfold(buffers.values[:, :kept]),
+        keep=keep, parts=tuple(layout.unfold(x) for x in sinks), permit=permit,
+        segment=None if last is None else layout.unfold(last),
+    )  # fmt: skip
+
+
+def _sinks(
+    method: Window, before: State | None, prefix: Tokens | None, seen: Tokens, start: int, layout: Layout
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return keys (b, s, d), values (b, s, e) and places (b, s) of the first visible keys; place -1: none."""
+    b, device = len(seen.keys), seen.keys.device
+    places = torch.arange(start, start + seen.keys.shape[1], device=device).expand(b, -1)
+    if prefix is not None and before is not None:
+        old = before.parts[2].reshape(layout.rows, -1)
+        seen, places = prefix.followed_by(seen), torch.cat([old, places], 1)
+    count = min(method.sinks, places.shape[1])
+    shown = seen.shown()
+    chosen = (~shown).int().argsort(dim=1, stable=True)[:, :count]  # visible keys first, in their order
+    found = torch.where(shown.gather(1, chosen), places.gather(1, chosen), -1)
+    keys, values = (
+        x.gather(1, chosen[..., None].expand(-1, -1, x.shape[-1])) for x in (seen.keys, seen.values)
+    )
+    return keys, values, found
+
+
+def _buffers(method: Window, seen: Tokens, kept: int) -> Buffers:
+    """Return buffers that begin with the last `kept` keys."""
+    spare = max(MIN_SPARE_KEYS, min(method.reach, MAX_SPARE_KEYS, kept))
+    from_ = seen.keys.shape[1] - kept
+
+    def begun(x: Tensor) -> Tensor:
+        return torch.cat([x[:, from_:], x.new_zeros(x.shape[0], spare, *x.shape[2:])], 1)
+
+    return Buffers(begun(seen.keys), begun(seen.values), begun(seen.shown()))
+
+
+def grown(state: State, layout: Layout, new: Tokens) -> State | None:
+    """Return the state with a few more keys, written into its room; None if there is none, or it is taken."""
+    count, permit = new.keys.shape[1], state.permit
+    assert state.keys is not None
+    tail = state.keys.shape[-2]
+    if permit is None or permit.prepared is None or tail + count > permit.prepared.room:
+        return None
+    if (state.keep is None) != (new.keep is None) and new.keep is not None:
+        return None
+    buffers: Buffers = permit.prepared
+    if not permit.claim(state.length, count):
+        return None
+    part = slice(tail, tail + count)
+    buffers.keys[:, part], buffers.values[:, part] = new.keys, new.values
+    buffers.keep[:, part] = True if new.keep is None else new.keep
+    keep = None if state.keep is None else layout.unfold(buffers.keep[:, : tail + count])
+    return replace(
+        state, length=state.length + count, keys=layout.unfold(buffers.keys[:, : tail + count]),
+        values=layout.unfold(buffers.values[:, : tail + count]), keep=keep,
+    )  # fmt: skip
