@@ -97,11 +97,28 @@ class MultipoleGradient(Structure):
     ]  # fmt: skip
 
 
+class SparseCall(Structure):
+    """SubquadSparse."""
+
+    _fields_ = [
+        *((name, c_int64) for name in (
+            "wide", "threads", "batch", "key_heads", "group", "queries", "keys", "width", "values", "bounds_batch",
+            "layout_heads", "query_blocks", "key_blocks", "query_block", "key_block",
+        )),
+        ("scale", c_double), ("softcap", c_double),
+        *((name, Strided) for name in ("q", "k", "v")),
+        *((name, c_void_p) for name in ("keep", "bounds", "layout", "sinks", "output", "level", "poison")),
+        ("output_grad", Strided),
+        *((name, c_void_p) for name in ("delta", "q_grad", "k_grad", "v_grad")),
+    ]  # fmt: skip
+
+
 INTERFACE = (
     f"types {' '.join(str(kind).removeprefix('torch.') for kind in TYPES)}; maps {' '.join(MAPS)}; "
     f"results ok no_memory poisoned segment_due; padding {PADDING}; pair block {PAIR_BLOCK}; fan {FAN}; "
     f"rounds {ROUNDS}; call {ctypes.sizeof(FeatureCall)}; multipole {ctypes.sizeof(MultipoleCall)}; "
-    f"gradient {ctypes.sizeof(MultipoleGradient)}; segments {ctypes.sizeof(SegmentsCall)}"
+    f"gradient {ctypes.sizeof(MultipoleGradient)}; segments {ctypes.sizeof(SegmentsCall)}; "
+    f"sparse {ctypes.sizeof(SparseCall)}"
 )
 assert FEATURE_CALL.size == ctypes.sizeof(FeatureCall)
 

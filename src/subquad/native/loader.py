@@ -23,6 +23,8 @@ class Library(NamedTuple):
     multipole_step: Callable[[Any], int]
     multipole_backward: Callable[[Any], int]
     segments: Callable[[Any], int]
+    sparse: Callable[[Any], int]
+    sparse_backward: Callable[[Any], int]
     instructions: str
 
 
@@ -59,6 +61,8 @@ def open_library(file: Path) -> Library:
         library.subquad_multipole_step,
         library.subquad_multipole_backward,
         library.subquad_segments,
+        library.subquad_sparse,
+        library.subquad_sparse_backward,
     )
     for function in functions:
         function.argtypes, function.restype = [c_void_p], c_int

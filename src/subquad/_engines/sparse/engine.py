@@ -83,7 +83,7 @@ def _pattern(method: SparseMethod, call: Call, tokens: Tokens, prefix: int) -> P
         return Pattern(bounds, tokens.keep, blocks, query_block, key_block, layout.key_heads)
     assert isinstance(method, Window)
     places = Places(layout.queries, keys, first, call.is_causal, prefix, tokens.keep, segments)
-    return Pattern(bounds_of(method, places, layout.device), tokens.keep)
+    return Pattern(bounds_of(method, places, layout.device), tokens.keep, key_heads=layout.key_heads)
 
 
 def _next_state(method: Window, call: Call, prefix: Tokens | None, seen: Tokens, new: Tokens):  # type: ignore[no-untyped-def]

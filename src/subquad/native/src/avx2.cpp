@@ -13,4 +13,7 @@ SubquadResult multipole_avx2(const SubquadMultipole& call, Operation operation) 
 }
 SubquadResult multipole_backward_avx2(const SubquadMultipoleGradient& call) { return subquad::avx2::run(call); }
 SubquadResult segments_avx2(const SubquadSegments& call) { return subquad::avx2::run(call); }
+SubquadResult sparse_avx2(const SubquadSparse& call, Operation operation) {
+  return subquad::avx2::run(call, operation);
+}
 #endif

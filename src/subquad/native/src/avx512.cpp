@@ -13,4 +13,7 @@ SubquadResult multipole_avx512(const SubquadMultipole& call, Operation operation
 }
 SubquadResult multipole_backward_avx512(const SubquadMultipoleGradient& call) { return subquad::avx512::run(call); }
 SubquadResult segments_avx512(const SubquadSegments& call) { return subquad::avx512::run(call); }
+SubquadResult sparse_avx512(const SubquadSparse& call, Operation operation) {
+  return subquad::avx512::run(call, operation);
+}
 #endif

@@ -109,6 +109,24 @@ struct SubquadMultipoleGradient {
   void *root_center_grads, *root_mean_grads, *root_square_grads;  // (roots 16, row), (roots 16, e), (roots 16)
 };
 
+// Exact softmax over some of the pairs; see seen.h and sparse.h. Inputs have any type and strides, other numbers are wide.
+struct SubquadSparse {
+  int64_t wide, threads, batch, key_heads, group, queries, keys, width, values;
+  int64_t bounds_batch;                                                      // numbers between the bounds of heads; or 0
+  int64_t layout_heads, query_blocks, key_blocks, query_block, key_block;  // of the layout
+  double scale, softcap;                                                     // softcap 0: none
+  SubquadTensor q, k, v;
+  const uint8_t* keep;         // (b, m), or null: no key is hidden
+  const int32_t* bounds;       // (b, 4, n): first, first_end, near, near_end
+  const uint8_t* layout;       // (layout_heads, query_blocks, key_blocks), or null
+  const void* sinks;           // (key_heads * group), or null: logits of the learned sinks
+  void *output, *level;        // (b, g, n, e) and (b, g, n): the logarithm of the sum of the weights
+  void* poison;                // (b, g, n), 0 or NaN; the output is finite
+  SubquadTensor output_grad;   // from here on only for the backward pass
+  void* delta;                 // (b, g, n), working memory
+  void *q_grad, *k_grad, *v_grad;
+};
+
 #define SUBQUAD_PUBLIC __attribute__((visibility("default")))
 
 // The first and the third return POISONED if any output is.
@@ -122,6 +140,9 @@ SUBQUAD_PUBLIC SubquadResult subquad_segments(const SubquadSegments* call);
 // Append one key to the raw keys and compute its queries. Nothing was done if the result is POISONED, because a number
 // is not finite, or SEGMENT_DUE, because a segment has to be finished first.
 SUBQUAD_PUBLIC SubquadResult subquad_multipole_step(const SubquadMultipole* call);
+// The first returns POISONED if any output is.
+SUBQUAD_PUBLIC SubquadResult subquad_sparse(const SubquadSparse* call);
+SUBQUAD_PUBLIC SubquadResult subquad_sparse_backward(const SubquadSparse* call);
 
 // Run on the OpenMP threads that this GOMP_parallel starts. Null, the initial state: start threads for each call.
 SUBQUAD_PUBLIC void subquad_use_team(void* gomp_parallel);

@@ -14,24 +14,25 @@ struct InstructionSet {
   SubquadResult (*multipole)(const SubquadMultipole& call, Operation operation);
   SubquadResult (*multipole_backward)(const SubquadMultipoleGradient& call);
   SubquadResult (*segments)(const SubquadSegments& call);
+  SubquadResult (*sparse)(const SubquadSparse& call, Operation operation);
 };
 
 InstructionSet choose() {
   const char* wanted = std::getenv("SUBQUAD_INSTRUCTIONS");
   if (wanted && !std::strcmp(wanted, "plain"))
-    return {"plain", run_plain, multipole_plain, multipole_backward_plain, segments_plain};
+    return {"plain", run_plain, multipole_plain, multipole_backward_plain, segments_plain, sparse_plain};
 #ifdef __x86_64__
   const bool narrow = wanted && !std::strcmp(wanted, "AVX2");
   const bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
                     __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
-  if (wide && !narrow) return {"AVX-512", run_avx512, multipole_avx512, multipole_backward_avx512, segments_avx512};
+  if (wide && !narrow) return {"AVX-512", run_avx512, multipole_avx512, multipole_backward_avx512, segments_avx512, sparse_avx512};
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
-    return {"AVX2", run_avx2, multipole_avx2, multipole_backward_avx2, segments_avx2};
-  return {"SSE", run_plain, multipole_plain, multipole_backward_plain, segments_plain};
+    return {"AVX2", run_avx2, multipole_avx2, multipole_backward_avx2, segments_avx2, sparse_avx2};
+  return {"SSE", run_plain, multipole_plain, multipole_backward_plain, segments_plain, sparse_plain};
 #elif defined(__aarch64__)
-  return {"NEON", run_plain, multipole_plain, multipole_backward_plain, segments_plain};
+  return {"NEON", run_plain, multipole_plain, multipole_backward_plain, segments_plain, sparse_plain};
 #else
-  return {"plain", run_plain, multipole_plain, multipole_backward_plain, segments_plain};
+  return {"plain", run_plain, multipole_plain, multipole_backward_plain, segments_plain, sparse_plain};
 #endif
 }
 
@@ -53,7 +54,7 @@ std::string describe() {
          std::to_string(SUBQUAD_FAN) + "; rounds " + std::to_string(SUBQUAD_ROUNDS) + "; call " +
          std::to_string(sizeof(SubquadCall)) + "; multipole " + std::to_string(sizeof(SubquadMultipole)) +
          "; gradient " + std::to_string(sizeof(SubquadMultipoleGradient)) + "; segments " +
-         std::to_string(sizeof(SubquadSegments));
+         std::to_string(sizeof(SubquadSegments)) + "; sparse " + std::to_string(sizeof(SubquadSparse));
 }
 
 }  // namespace
@@ -69,6 +70,8 @@ SubquadResult subquad_multipole_backward(const SubquadMultipoleGradient* call) {
   return chosen().multipole_backward(*call);
 }
 SubquadResult subquad_segments(const SubquadSegments* call) { return chosen().segments(*call); }
+SubquadResult subquad_sparse(const SubquadSparse* call) { return chosen().sparse(*call, Operation::FORWARD); }
+SubquadResult subquad_sparse_backward(const SubquadSparse* call) { return chosen().sparse(*call, Operation::BACKWARD); }
 const char* subquad_instructions(void) { return chosen().name; }
 const char* subquad_interface(void) {
   static const std::string text = describe();

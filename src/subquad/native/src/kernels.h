@@ -14,6 +14,7 @@
 #include "scan.h"
 #include "segments.h"
 #include "separable.h"
+#include "sparse_backward.h"
 #include "step.h"
 
 namespace subquad::SUBQUAD_ISA {
@@ -140,7 +141,7 @@ template <class T> bool step(const SubquadCall& call) {
 }
 
 // Poison is 0 or NaN, so a sum that is not 0 has some in it.
-template <class T> bool is_poisoned(const SubquadCall& call) {
+template <class T, class Call> bool is_poisoned(const Call& call) {
   T total = 0;
   for (Size i = 0; i < call.batch * call.group * call.queries; ++i) total += static_cast<const T*>(call.poison)[i];
   return total != 0;
@@ -182,6 +183,20 @@ inline SubquadResult run(const SubquadMultipoleGradient& call) {
 inline SubquadResult run(const SubquadSegments& call) {
   try {
     return (call.wide ? finish_segments<double>(call) : finish_segments<float>(call)) ? OK : NO_MEMORY;
+  } catch (const std::bad_alloc&) {
+    return NO_MEMORY;
+  }
+}
+
+template <class T> SubquadResult run_sparse(const SubquadSparse& call, Operation operation) {
+  const bool is_forward = operation == Operation::FORWARD;
+  if (!(is_forward ? sparse_forward<T>(call) : sparse_backward<T>(call))) return NO_MEMORY;
+  return is_forward && is_poisoned<T>(call) ? POISONED : OK;
+}
+
+inline SubquadResult run(const SubquadSparse& call, Operation operation) {
+  try {
+    return call.wide ? run_sparse<double>(call, operation) : run_sparse<float>(call, operation);
   } catch (const std::bad_alloc&) {
     return NO_MEMORY;
   }

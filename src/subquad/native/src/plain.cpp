@@ -14,3 +14,6 @@ SubquadResult multipole_plain(const SubquadMultipole& call, Operation operation)
 }
 SubquadResult multipole_backward_plain(const SubquadMultipoleGradient& call) { return subquad::plain::run(call); }
 SubquadResult segments_plain(const SubquadSegments& call) { return subquad::plain::run(call); }
+SubquadResult sparse_plain(const SubquadSparse& call, Operation operation) {
+  return subquad::plain::run(call, operation);
+}
