@@ -1,7 +1,7 @@
 """Decoding: token after token from a state that is updated in place.
 
 `attention(..., state=..., return_state=True)` computes the same with states that are values: each call writes a new
-one. Here everything that does not change from token to token is prepared once, by `FeatureSteps` or `MultipoleSteps`.
+one. Here everything that does not change from token to token is prepared once, by the steps of the method's engine.
 Tokens that these do not serve take the engine's general path.
 """
 
@@ -15,6 +15,13 @@ from subquad._engines.features import steps as feature_steps
 from subquad._engines.features.steps import FeatureSteps
 from subquad._engines.multipole import step as multipole_steps
 from subquad._engines.multipole.step import MultipoleSteps
+from subquad._engines.sparse import steps as window_steps
+from subquad._engines.sparse.steps import WindowSteps
+
+Steps = FeatureSteps | MultipoleSteps | WindowSteps
+PREPARED = {
+    "features": feature_steps.prepared, "multipole": multipole_steps.prepared, "sparse": window_steps.prepared,
+}  # fmt: skip
 
 
 class Decoder:
@@ -47,7 +54,7 @@ class Decoder:
             )
         is_recorded = any(x.requires_grad for x in state._tensors().values())
         self._state, self._scale, self._gqa = state.detach() if is_recorded else state, scale, enable_gqa
-        self._steps: FeatureSteps | MultipoleSteps | None = None
+        self._steps: Steps | None = None
         self._signature: tuple[object, ...] = ()  # of the tokens for which the steps were prepared
 
     @property
@@ -77,7 +84,7 @@ class Decoder:
         output, state, _ = run(self._state.method, call)
         assert state is not None
         self._state = state
-        if engine_of(state.method) == "multipole":  # A segment was finished, or the first keys came.
+        if engine_of(state.method) in ("multipole", "sparse"):  # The state has new room, or its first keys.
             self._steps = self._prepared(query, key, value)
         return output
 
@@ -92,13 +99,12 @@ class Decoder:
             self._signature = ()
         return self._state
 
-    def _prepared(self, query: Tensor, key: Tensor, value: Tensor) -> FeatureSteps | MultipoleSteps | None:
+    def _prepared(self, query: Tensor, key: Tensor, value: Tensor) -> Steps | None:
         """Return the steps for tokens like this one; None if the general path has to serve them, or to raise."""
         state, given = self._state, (query, key, value)
         if torch.is_autocast_enabled("cpu") or not all(isinstance(x, Tensor) and x.dim() > 2 for x in given):
             return None
         if not self._gqa and query.shape[-3] != key.shape[-3]:
             return None
-        if engine_of(state.method) == "features":
-            return feature_steps.prepared(state, self._scale, *given)
-        return multipole_steps.prepared(state, self._scale, *given) if engine_of(state.method) == "multipole" else None
+        prepare = PREPARED.get(engine_of(state.method))
+        return None if prepare is None else prepare(state, self._scale, *given)

@@ -102,8 +102,8 @@ class SparseCall(Structure):
 
     _fields_ = [
         *((name, c_int64) for name in (
-            "wide", "threads", "batch", "key_heads", "group", "queries", "keys", "width", "values", "bounds_batch",
-            "layout_heads", "query_blocks", "key_blocks", "query_block", "key_block",
+            "wide", "threads", "batch", "key_heads", "group", "queries", "keys", "width", "values", "keep_batch",
+            "bounds_batch", "layout_heads", "query_blocks", "key_blocks", "query_block", "key_block",
         )),
         ("scale", c_double), ("softcap", c_double),
         *((name, Strided) for name in ("q", "k", "v")),

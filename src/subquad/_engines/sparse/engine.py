@@ -5,18 +5,20 @@
 Axes: b batch and key heads, g query heads per key head, n queries, m keys, d width, e value width.
 """
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from subquad._calls.call import Call
+from subquad._calls.state import State
 from subquad._engines.finite import widen
 from subquad._engines.result import Result
 from subquad._engines.sparse.bounds import Places, bounds_of
 from subquad._engines.sparse.by_torch import attend_by_torch
 from subquad._engines.sparse.gradient import attend_natively
-from subquad._engines.sparse.memory import Tokens, folded, grown, state_after
+from subquad._engines.sparse.memory import Tokens, folded, grown, held, state_after
 from subquad._engines.sparse.native_call import is_served
 from subquad._engines.sparse.pattern import Pattern
 from subquad.methods.block_sparse import BlockSparse
@@ -29,9 +31,13 @@ def run(method: SparseMethod, call: Call, form: str | None = None) -> Result:
     call = call.factored()
     if isinstance(method, BlockSparse) and call.is_stateful:
         raise ValueError("state: BlockSparse describes a whole sequence and has no state; expected a call without one")
-    wide = torch.autocast(call.layout.device.type, enabled=False) if call.is_autocast else nullcontext()
+    # Which keys a tile reads depends on the numbers of its bounds: nothing that a compiled graph could hold.
+    attend = torch.compiler.disable(_run) if torch.compiler.is_compiling() else _run
+    wide: AbstractContextManager[Any] = nullcontext()
+    if call.is_autocast:
+        wide = torch.autocast(call.layout.device.type, enabled=False)
     with wide:
-        result = _run(method, call, form in ("dense", "chunked"))
+        result: Result = attend(method, call, form in ("dense", "chunked"))
         return result._replace(output=call.unfolded(result.output))
 
 
@@ -39,12 +45,18 @@ def _run(method: SparseMethod, call: Call, by_torch: bool) -> Result:
     q, k, v = call.folded()
     new, prefix, state = Tokens(k, v, call.keep()), None, call.state
     seen = tokens = new
-    if state is not None and state.keys is not None:
+    after = _grown(method, call, new)
+    if after is not None:  # The new keys are in the room of the state, behind its own.
+        tokens, front = held(after)
+    elif state is not None and state.keys is not None:
         prefix, tail = folded(state, call.layout)
         seen = tail.followed_by(new)  # the tail and what follows it
-        tokens = prefix.followed_by(seen) if prefix.keys.shape[1] else seen
-    pattern = _pattern(method, call, tokens, 0 if prefix is None else prefix.keys.shape[1])
-    sinks = method.logits_of_sinks(call.layout.key_heads * call.layout.group, widen(q[:0]).dtype)
+        front = prefix.keys.shape[1]
+        tokens = prefix.followed_by(seen) if front else seen
+    else:
+        front = 0
+    pattern = _pattern(method, call, tokens, front)
+    sinks = method.logits_of_sinks(call.layout.key_heads * call.layout.group, torch.promote_types(q.dtype, torch.float32))
     if sinks is not None:  # (b, g)
         copies = call.layout.rows // max(1, call.layout.key_heads)
         sinks = sinks.unflatten(0, (call.layout.key_heads, call.layout.group)).repeat(copies, 1)
@@ -53,11 +65,23 @@ def _run(method: SparseMethod, call: Call, by_torch: bool) -> Result:
         output, used = attend_natively(*given, pattern, call.logit_scale, method.softcap, sinks), "fused"
     else:
         output, used = _by_torch(given, pattern, call.logit_scale, method.softcap, sinks), "dense"
-    after = None
-    if call.return_state:
+    if call.return_state and after is None:
         assert isinstance(method, Window)
-        after = _next_state(method, call, prefix, seen, new)
+        after = _next_state(method, call, prefix, seen)
     return Result(output, after, used)
+
+
+def _grown(method: SparseMethod, call: Call, new: Tokens) -> State | None:
+    """Return the state with the new keys in its room; None if that cannot be done in place."""
+    state = call.state
+    if state is None or not call.return_state or call.segments is not None or torch.compiler.is_compiling():
+        return None
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (new.keys, new.values, *state._tensors().values())):
+        return None
+    assert isinstance(method, Window)
+    # As long as there are fewer than `sinks` visible keys, new ones may become sinks.
+    has_sinks = state.length >= method.sinks and (state.keep is None or method.sinks == 0)
+    return grown(state, call.layout, new) if has_sinks else None
 
 
 def _by_torch(
@@ -86,19 +110,13 @@ def _pattern(method: SparseMethod, call: Call, tokens: Tokens, prefix: int) -> P
     return Pattern(bounds_of(method, places, layout.device), tokens.keep, key_heads=layout.key_heads)
 
 
-def _next_state(method: Window, call: Call, prefix: Tokens | None, seen: Tokens, new: Tokens):  # type: ignore[no-untyped-def]
-    """Return the state after the call; the room of the state before it is used if it suffices."""
-    state, layout, segments = call.state, call.layout, call.segments
-    is_recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (new.keys, new.values))
-    has_sinks = state is not None and state.length >= method.sinks and state.keep is None
-    if state is not None and segments is None and has_sinks and not is_recorded and not torch.compiler.is_compiling():
-        longer = grown(state, layout, new)
-        if longer is not None:
-            return longer
+def _next_state(method: Window, call: Call, prefix: Tokens | None, seen: Tokens) -> State:
+    """Return the state after the call, in buffers of its own."""
+    segments = call.segments
     if segments is not None and segments.shape[1]:  # Keys of earlier segments are hidden for good.
         own = segments == segments[:, -1:]
         old = (segments[:, -1:] == 0).expand(-1, seen.keys.shape[1] - own.shape[1])
         seen = Tokens(seen.keys, seen.values, seen.shown() & torch.cat([old, own], 1))
         if prefix is not None:
             prefix = Tokens(prefix.keys, prefix.values, prefix.shown() & (segments[:, -1:] == 0))
-    return state_after(method, layout, state, prefix, seen, call.last_segment)
+    return state_after(method, call.layout, call.state, prefix, seen, call.last_segment)

@@ -3,9 +3,9 @@
     sinks    the first `sinks` visible keys, with their places in the sequence
     tail     the last keys, at least size - 1 of them, hidden ones included
 
-A tail is the front part of a buffer with room for more, into which later calls write. Whoever continues a state second
-finds the room taken and gets a copy, so a state is a value. A full buffer is replaced by one with the keys that are
-still needed.
+Both lie in one buffer, sinks first, with room for more keys behind the tail, into which later calls write. Whoever
+continues a state second finds the room taken and gets a copy, so a state is a value. A full buffer is replaced by one
+with the keys that are still needed.
 
 Axes: b batch and key heads, t keys of the tail, s sinks, m new keys, d width, e value width.
 """
@@ -25,15 +25,23 @@ MAX_SPARE_KEYS = 1024
 
 @dataclass(frozen=True)
 class Buffers:
-    """Room for the keys, values and visibility of a tail, (b, room, ...) each."""
+    """Keys (b, room, d) and values (b, room, e) of sinks and tail, and room for more."""
 
     keys: Tensor
     values: Tensor
-    keep: Tensor
+    keep: Tensor  # (b, room), True = visible; sinks that are also in the tail are hidden
+    front: int  # sinks
+    is_open: bool  # nothing is hidden
 
     @property
     def room(self) -> int:
-        return self.keys.shape[1]
+        """Keys of the longest tail."""
+        return self.keys.shape[1] - self.front
+
+    def tokens(self, tail: int) -> "Tokens":
+        """Return the sinks and a tail of this length, in place."""
+        part = slice(0, self.front + tail)
+        return Tokens(self.keys[:, part], self.values[:, part], None if self.is_open else self.keep[:, part])
 
 
 @dataclass(frozen=True)
@@ -70,6 +78,13 @@ def folded(state: State, layout: Layout) -> tuple[Tokens, Tokens]:
     return Tokens(keys, values, before), tail
 
 
+def held(state: State) -> tuple[Tokens, int]:
+    """Return sinks and tail as they lie in the buffers of a state, and the number of sinks."""
+    assert state.permit is not None and state.keys is not None
+    buffers: Buffers = state.permit.prepared
+    return buffers.tokens(state.keys.shape[-2]), buffers.front
+
+
 def state_after(
     method: Window, layout: Layout, before: State | None, prefix: Tokens | None, seen: Tokens, last: Tensor | None
 ) -> State:
@@ -87,12 +102,13 @@ def state_after(
     start = length - seen.keys.shape[1]  # the place of the first key of `seen`
     sinks = _sinks(method, before, prefix, seen, start, layout)
     kept = min(seen.keys.shape[1], method.reach - 1)
-    buffers = _buffers(method, seen, kept)
+    buffers = _buffers(method, seen, kept, sinks, length - kept)
     permit = WritePermit(length)
     permit.prepared = buffers
-    keep = None if seen.keep is None else layout.unfold(buffers.keep[:, :kept])
+    tail = slice(buffers.front, buffers.front + kept)
+    keep = None if seen.keep is None else layout.unfold(buffers.keep[:, tail])
     return State(
-        method, length, keys=layout.unfold(buffers.keys[:, :kept]), values=layout.unfold(buffers.values[:, :kept]),
+        method, length, keys=layout.unfold(buffers.keys[:, tail]), values=layout.unfold(buffers.values[:, tail]),
         keep=keep, parts=tuple(layout.unfold(x) for x in sinks), permit=permit,
         segment=None if last is None else layout.unfold(last),
     )  # fmt: skip
@@ -117,34 +133,44 @@ def _sinks(
     return keys, values, found
 
 
-def _buffers(method: Window, seen: Tokens, kept: int) -> Buffers:
-    """Return buffers that begin with the last `kept` keys."""
+def _buffers(
+    method: Window, seen: Tokens, kept: int, sinks: tuple[Tensor, Tensor, Tensor], start: int
+) -> Buffers:
+    """Return buffers with the sinks, the last `kept` keys, whose places begin at `start`, and spare room."""
     spare = max(MIN_SPARE_KEYS, min(method.reach, MAX_SPARE_KEYS, kept))
-    from_ = seen.keys.shape[1] - kept
+    first = seen.keys.shape[1] - kept
+    shown = (sinks[2] >= 0) & (sinks[2] < start)
 
-    def begun(x: Tensor) -> Tensor:
-        return torch.cat([x[:, from_:], x.new_zeros(x.shape[0], spare, *x.shape[2:])], 1)
+    def begun(front: Tensor, x: Tensor) -> Tensor:
+        return torch.cat([front, x[:, first:], x.new_ones(x.shape[0], spare, *x.shape[2:])], 1)
 
-    return Buffers(begun(seen.keys), begun(seen.values), begun(seen.shown()))
+    is_open = seen.keep is None and not torch.compiler.is_compiling() and bool(shown.all())
+    return Buffers(
+        begun(sinks[0], seen.keys), begun(sinks[1], seen.values), begun(shown, seen.shown()), shown.shape[1], is_open
+    )
 
 
 def grown(state: State, layout: Layout, new: Tokens) -> State | None:
-    """Return the state with a few more keys, written into its room; None if there is none, or it is taken."""
+    """Return the state with a few more visible keys, written into its room; None if there is none, or it is taken."""
     count, permit = new.keys.shape[1], state.permit
-    assert state.keys is not None
-    tail = state.keys.shape[-2]
-    if permit is None or permit.prepared is None or tail + count > permit.prepared.room:
-        return None
-    if (state.keep is None) != (new.keep is None) and new.keep is not None:
+    if permit is None or permit.prepared is None or state.keys is None or new.keep is not None:
         return None
     buffers: Buffers = permit.prepared
-    if not permit.claim(state.length, count):
+    tail = state.keys.shape[-2]
+    if tail + count > buffers.room or not permit.claim(state.length, count):
         return None
-    part = slice(tail, tail + count)
+    part = slice(buffers.front + tail, buffers.front + tail + count)
     buffers.keys[:, part], buffers.values[:, part] = new.keys, new.values
-    buffers.keep[:, part] = True if new.keep is None else new.keep
-    keep = None if state.keep is None else layout.unfold(buffers.keep[:, : tail + count])
+    return longer(state, layout, count)
+
+
+def longer(state: State, layout: Layout, count: int) -> State:
+    """Return the state whose tail has `count` more keys of its buffers."""
+    assert state.permit is not None and state.keys is not None
+    buffers: Buffers = state.permit.prepared
+    tail = slice(buffers.front, buffers.front + state.keys.shape[-2] + count)
+    keep = None if state.keep is None else layout.unfold(buffers.keep[:, tail])
     return replace(
-        state, length=state.length + count, keys=layout.unfold(buffers.keys[:, : tail + count]),
-        values=layout.unfold(buffers.values[:, : tail + count]), keep=keep,
+        state, length=state.length + count, keys=layout.unfold(buffers.keys[:, tail]),
+        values=layout.unfold(buffers.values[:, tail]), keep=keep,
     )  # fmt: skip

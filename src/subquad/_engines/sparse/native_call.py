@@ -41,14 +41,14 @@ def native_call(
     """
     b, g, n, d = q.shape
     bounds = pattern.bounds.contiguous()
-    keep = None if pattern.keep is None else pattern.keep.contiguous()
+    keep = None if pattern.keep is None else pattern.keep if pattern.keep.stride(-1) == 1 else pattern.keep.contiguous()
     layout = None if pattern.layout is None else pattern.layout.contiguous()
     key_heads = pattern.key_heads
     own_sinks = None if sinks is None else sinks[:key_heads].contiguous()
     heads, rows, columns = (1, 1, 1) if layout is None else layout.shape
     call = SparseCall(
         q.dtype == torch.float64, torch.get_num_threads(), b, key_heads, g, n, k.shape[1], d, v.shape[2],
-        4 * n if len(bounds) > 1 else 0, heads, rows, columns, pattern.query_block, pattern.key_block, scale,
+        0 if keep is None else keep.stride(0), 4 * n if len(bounds) > 1 else 0, heads, rows, columns, pattern.query_block, pattern.key_block, scale,
         softcap or 0.0, strided(q), strided(k), strided(v), address(keep), address(bounds), address(layout),
         address(own_sinks), *(x.data_ptr() for x in results),
     )  # fmt: skip

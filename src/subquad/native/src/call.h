@@ -112,7 +112,7 @@ struct SubquadMultipoleGradient {
 // Exact softmax over some of the pairs; see seen.h and sparse.h. Inputs have any type and strides, other numbers are wide.
 struct SubquadSparse {
   int64_t wide, threads, batch, key_heads, group, queries, keys, width, values;
-  int64_t bounds_batch;                                                      // numbers between the bounds of heads; or 0
+  int64_t keep_batch, bounds_batch;                                        // numbers between those of heads; or 0
   int64_t layout_heads, query_blocks, key_blocks, query_block, key_block;  // of the layout
   double scale, softcap;                                                     // softcap 0: none
   SubquadTensor q, k, v;

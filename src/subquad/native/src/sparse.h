@@ -17,7 +17,8 @@
 
 namespace subquad::SUBQUAD_ISA {
 
-constexpr Size STRIP = 512;  // keys
+constexpr Size STRIP = 512;   // keys
+constexpr Size FEW_ROWS = 4;  // of a tile that is computed without panels
 
 struct SparseTask {
   Size b, g, from, to;  // tokens [from, to) of a head
@@ -91,12 +92,12 @@ template <class T> class SparseForward {
 
   void read_keys(Range range) {
     keys.read(call.k, task.b, 0, range, call.keys, T(1));
-    keys.pack();
+    if (!has_few_rows()) keys.pack();
     values.read(call.v, task.b, 0, range, call.keys, T(1));
     has_hidden = call.keep != nullptr;
     const Size base = panel_floor(range.from), end = std::min<Size>(panel_ceil(range.to), call.keys);
     for (Size j = base; has_hidden && j < end; ++j)
-      bias[j - base] = call.keep[task.b * call.keys + j] ? T(0) : T(-INFINITY);
+      bias[j - base] = call.keep[task.b * call.keep_batch + j] ? T(0) : T(-INFINITY);
   }
 
   // Add the keys of a strip to rows [from, to).
@@ -105,8 +106,11 @@ template <class T> class SparseForward {
     if (hull.is_empty()) return;
     const Size begin = panel_floor(hull.from), end = panel_ceil(hull.to), columns = end - begin, count = to - from;
     const Size row = keys.row;
-    panel_logits<T>(count, columns / PANEL, call.width, queries.row_of(from), row, keys.panel_of(begin),
-                    call.width * PANEL, logits, STRIP);
+    if (has_few_rows())
+      for (Size r = 0; r < count; ++r) row_logits(queries.row_of(from + r), keys.row_of(begin), columns, logits + r * STRIP);
+    else
+      panel_logits<T>(count, columns / PANEL, call.width, queries.row_of(from), row, keys.panel_of(begin),
+                      call.width * PANEL, logits, STRIP);
     for (Size r = 0; r < count; ++r) {
       T* x = logits + r * STRIP;
       if (call.softcap > 0) cap_logits<T>(x, columns, T(call.softcap));
@@ -117,6 +121,17 @@ template <class T> class SparseForward {
     }
     add_product<T>(count, values.row, columns, {logits, STRIP, 1}, values.row_of(begin), values.row,
                    answers + (from - task.from) * values.row, values.row);
+  }
+
+  // A decoding step has too few rows to pay for the panels of its keys.
+  bool has_few_rows() const { return task.to - task.from < FEW_ROWS; }
+
+  void row_logits(const T* query, const T* rows, Size count, T* to) const {
+    for (Size j = 0; j < count; ++j) {
+      vec<T> total{};
+      for (Size i = 0; i < keys.row; i += lanes<T>) total += load(query + i) * load(rows + j * keys.row + i);
+      to[j] = sum<T>(total);
+    }
   }
 
   void hide_keys(T* x, Size from, Size count) const {

@@ -90,7 +90,7 @@ template <class T> class SparseQueryGradient {
     }
     seen.hide(i, begin, end, range, x);
     for (Size j = begin; call.keep && j < std::min<Size>(end, call.keys); ++j)
-      if (!call.keep[task.b * call.keys + j]) x[j - begin] = -INFINITY;
+      if (!call.keep[task.b * call.keep_batch + j]) x[j - begin] = -INFINITY;
     for (Size j = 0; j < end - begin; j += lanes<T>) store(slope + j, load(slope + j) * exp(load(x + j) - level));
   }
 };
@@ -157,7 +157,7 @@ template <class T> class SparseKeyGradient {
     }
   }
 
-  bool is_hidden(Size j) const { return call.keep && !call.keep[task.b * call.keys + j]; }
+  bool is_hidden(Size j) const { return call.keep && !call.keep[task.b * call.keep_batch + j]; }
 
   // Add the queries of a strip to keys [from, to).
   void meet(Size from, Size to, Range range) {
