@@ -39,7 +39,8 @@ FILES = [LIBRARY / "attention.py", *(
 CORE = [name for path in FILES if (name := path.relative_to(LIBRARY).as_posix()) not in SPARED_FILES]
 QUICK = ["tests/test_tiny.py"]
 SLOW = [
-    f"tests/subquad/test_{name}.py" for name in ("attention", "decoding", "features", "forms", "multipole", "state")
+    f"tests/subquad/test_{name}.py"
+    for name in ("attention", "decoding", "features", "forms", "multipole", "state", "window", "block_sparse")
 ]
 GOAL = 0.9
 PATIENCE, SECONDS = 5, 20  # A mutant may take so many times as long as none, and so many seconds in any case.

@@ -56,6 +56,17 @@ def test_it_is_attention_under_a_dense_mask(form, is_causal, heads, n, m, blocks
 
 
 @by_form
+def test_heads_of_a_batch_have_the_same_layouts(form) -> None:
+    """Without a mask of keys, which would already tell the sequences of a batch apart."""
+    layout = torch.rand(4, 5, 5, generator=torch.Generator().manual_seed(3)) > 0.4
+    inputs = draw(50, 50)
+    found = run(BlockSparse(layout), Call.of(*inputs, enable_gqa=True), form).output
+    mask = dense_mask(layout, 50, 50, 10, 10)
+    wanted = torch.where(mask.any(-1)[..., None], F.scaled_dot_product_attention(*inputs, mask, enable_gqa=True), 0.0)
+    torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-11)
+
+
+@by_form
 def test_unseen_blocks_change_no_bit(form, one_thread) -> None:
     layout = torch.eye(8, dtype=torch.bool)[None]
     layout[:, :, 0] = True

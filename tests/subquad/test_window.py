@@ -119,9 +119,7 @@ def test_tiles_and_strips_have_no_seams(form, length, size) -> None:
         close(a, b, 1e-10)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)]
-)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)])
 @by_form
 def test_dtypes(dtype, tolerance, form) -> None:
     inputs = draw(200, d=16, e=16, dtype=dtype)

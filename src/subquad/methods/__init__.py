@@ -1,7 +1,7 @@
 """Methods: the values that a user can name, one file each.
 
-To add a method, write its file, add its class to `BUILT_IN`, and export it from `subquad`. `BlockSparse` has no name: it
-cannot be made without a layout.
+To add a method, write its file, add its class to `BUILT_IN`, and export it from `subquad`. `BlockSparse` has no name:
+it cannot be made without a layout.
 """
 
 from typing import TypeAlias
@@ -25,9 +25,9 @@ AnyMethod: TypeAlias = Method | FeatureMap  # what `resolve` returns
 MethodLike: TypeAlias = AnyMethod | str  # what a user may pass
 
 __all__ = [
-    "AnyMethod", "BUILT_IN", "BY_NAME", "BlockSparse", "ErrorEstimate", "Exact", "FeatureMap", "FeatureMethod", "Linear", "Method",
-    "MethodLike", "Multipole", "RandomFeatures", "Separable", "Taylor", "Window", "feature_method", "label_of",
-    "resolve",
+    "AnyMethod", "BUILT_IN", "BY_NAME", "BlockSparse", "ErrorEstimate", "Exact", "FeatureMap", "FeatureMethod",
+    "Linear", "Method", "MethodLike", "Multipole", "RandomFeatures", "Separable", "Taylor", "Window", "feature_method",
+    "label_of", "resolve",
 ]  # fmt: skip
 
 

@@ -66,7 +66,7 @@ class BlockSparse(SparseMethod):
         for name, blocks, length in (("query", rows, queries), ("key", columns, keys)):
             if length and blocks != ceil(length / ceil(length / blocks)):
                 raise ValueError(
-                    f"layout: expected at most {length} {name} blocks that divide the {length} {name} tokens into equal "
-                    f"parts, the last one shorter, got {blocks}"
+                    f"layout: expected at most {length} {name} blocks that divide the {length} {name} tokens into "
+                    f"equal parts, the last one shorter, got {blocks}"
                 )
         return max(1, ceil(queries / rows)), max(1, ceil(keys / columns))

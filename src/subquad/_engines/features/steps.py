@@ -1,6 +1,6 @@
 """Decoding by a feature method: sums that the step kernel updates in place.
 
-    S <- S + phi(k) [v, 1],    out = phi(q) S
+S <- S + phi(k) [v, 1],    out = phi(q) S
 """
 
 import ctypes

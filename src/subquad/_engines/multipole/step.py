@@ -1,8 +1,8 @@
 """One more token from a state, in place: a single call of the native kernel.
 
 Everything that does not change from token to token is prepared once, and kept with the permission to write into the
-room of the state. `MultipoleSteps` keeps even more, for a decoder. Other calls, and every token that finishes a segment,
-take the general way.
+room of the state. `MultipoleSteps` keeps even more, for a decoder. Other calls, and every token that finishes a
+segment, take the general way.
 """
 
 import ctypes
@@ -164,9 +164,7 @@ class MultipoleSteps:
         return output
 
 
-def prepared(
-    state: State, scale: float | None, query: Tensor, key: Tensor, value: Tensor
-) -> MultipoleSteps | None:
+def prepared(state: State, scale: float | None, query: Tensor, key: Tensor, value: Tensor) -> MultipoleSteps | None:
     """Return the steps for tokens like this one; None if the kernels do not serve them as they are."""
     if state.permit is None or not state.parts or state.widths != (key.shape[-1], value.shape[-1]):
         return None

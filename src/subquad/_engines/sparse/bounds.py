@@ -2,8 +2,8 @@
 
     query i sees    first_i <= j < first_end_i    and    near_i <= j < near_end_i,    in this order, without overlap
 
-Hidden keys inside a range are left out by the mask of keys. Sinks are the first `sinks` visible keys of a sequence or of
-a packed segment; the range of the first keys ends behind the last of them.
+Hidden keys inside a range are left out by the mask of keys. Sinks are the first `sinks` visible keys of a sequence or
+of a packed segment; the range of the first keys ends behind the last of them.
 
 Axes: b batch and key heads (1 if all are alike), n queries, m keys.
 """

@@ -48,7 +48,7 @@ def _tile(
         nothing = q[..., :1] * 0 + k.sum() * 0 + v.sum() * 0  # 0, with gradients
         return nothing.expand(*q.shape[:3], v.shape[-1])
     keys, values, poison = (torch.cat([x[:, part] for part in parts], 1) for x in (k, v, key_poison))
-    seen = torch.cat([pattern.seen(rows, part, q.shape[1]) for part in parts], -1)
+    seen = torch.cat([pattern.seen(rows, part, *q.shape[:2]) for part in parts], -1)
     logits = q @ keys[:, None].mT  # (b, g, n, m)
     if softcap is not None:
         logits = softcap * (logits / softcap).tanh()

@@ -56,7 +56,9 @@ def _run(method: SparseMethod, call: Call, by_torch: bool) -> Result:
     else:
         front = 0
     pattern = _pattern(method, call, tokens, front)
-    sinks = method.logits_of_sinks(call.layout.key_heads * call.layout.group, torch.promote_types(q.dtype, torch.float32))
+    sinks = method.logits_of_sinks(
+        call.layout.key_heads * call.layout.group, torch.promote_types(q.dtype, torch.float32)
+    )
     if sinks is not None:  # (b, g)
         copies = call.layout.rows // max(1, call.layout.key_heads)
         sinks = sinks.unflatten(0, (call.layout.key_heads, call.layout.group)).repeat(copies, 1)

@@ -127,15 +127,11 @@ def _sinks(
     shown = seen.shown()
     chosen = (~shown).int().argsort(dim=1, stable=True)[:, :count]  # visible keys first, in their order
     found = torch.where(shown.gather(1, chosen), places.gather(1, chosen), -1)
-    keys, values = (
-        x.gather(1, chosen[..., None].expand(-1, -1, x.shape[-1])) for x in (seen.keys, seen.values)
-    )
+    keys, values = (x.gather(1, chosen[..., None].expand(-1, -1, x.shape[-1])) for x in (seen.keys, seen.values))
     return keys, values, found
 
 
-def _buffers(
-    method: Window, seen: Tokens, kept: int, sinks: tuple[Tensor, Tensor, Tensor], start: int
-) -> Buffers:
+def _buffers(method: Window, seen: Tokens, kept: int, sinks: tuple[Tensor, Tensor, Tensor], start: int) -> Buffers:
     """Return buffers with the sinks, the last `kept` keys, whose places begin at `start`, and spare room."""
     spare = max(MIN_SPARE_KEYS, min(method.reach, MAX_SPARE_KEYS, kept))
     first = seen.keys.shape[1] - kept

@@ -41,7 +41,9 @@ def native_call(
     """
     b, g, n, d = q.shape
     bounds = pattern.bounds.contiguous()
-    keep = None if pattern.keep is None else pattern.keep if pattern.keep.stride(-1) == 1 else pattern.keep.contiguous()
+    keep = pattern.keep
+    if keep is not None and keep.stride(-1) != 1:
+        keep = keep.contiguous()
     layout = None if pattern.layout is None else pattern.layout.contiguous()
     key_heads = pattern.key_heads
     own_sinks = None if sinks is None else sinks[:key_heads].contiguous()

@@ -1,7 +1,7 @@
 """Pattern: which pairs of a call are seen, as both the kernels and torch's operations read it.
 
-A pair (i, j) of query head h is seen if j lies in one of the two ranges of row i, the key is not hidden, and, where there
-is a layout of blocks, layout[h, i // query_block, j // key_block].
+A pair (i, j) of query head h is seen if j lies in one of the two ranges of row i, the key is not hidden, and, where
+there is a layout of blocks, layout[h, i // query_block, j // key_block].
 
 Axes: b batch and key heads, g query heads per key head, h query heads, n queries, m keys.
 """
@@ -22,8 +22,9 @@ class Pattern(NamedTuple):
     key_block: int = 1
     key_heads: int = 1
 
-    def seen(self, rows: slice, keys: slice, group: int) -> Tensor:
-        """Return (b or 1, g or 1, n, m), True = seen, of some rows and keys."""
+    def seen(self, rows: slice, keys: slice, heads: int, group: int) -> Tensor:
+        """Return (b or 1, g or 1, n, m), True = seen, of some rows and keys; `heads` is b and `group` is g."""
+        seen: Tensor
         place = torch.arange(keys.start, keys.stop, device=self.bounds.device)
         first, first_end, near, near_end = self.bounds[:, :, rows, None].unbind(1)  # (b or 1, n, 1)
         seen = ((first <= place) & (place < first_end)) | ((near <= place) & (place < near_end))
@@ -35,9 +36,8 @@ class Pattern(NamedTuple):
         row = torch.arange(rows.start, rows.stop, device=place.device)
         blocks = self.layout[:, row[:, None] // self.query_block, place // self.key_block]  # (h or 1, n, m)
         if len(blocks) > 1:
-            blocks = blocks.unflatten(0, (self.key_heads, group))
-            copies = 1 if self.keep is None and len(self.bounds) == 1 else len(seen) // self.key_heads
-            return seen & blocks.repeat(max(1, copies), 1, 1, 1)
+            of_group: Tensor = blocks.unflatten(0, (self.key_heads, group))
+            blocks = of_group.repeat(heads // self.key_heads, 1, 1, 1)
         return seen & blocks
 
     def hull(self, rows: slice) -> list[tuple[int, int]]:

@@ -90,8 +90,9 @@ struct SubquadMultipole {
   int64_t* filled;
 };
 
-// The gradients of a call with contiguous queries, already scaled, whose output, level, chosen and opened_segments are given. `row` is the key width in whole
-// panels, u all blocks, and every array of gradients holds (b, parts, ...), filled with 0 before.
+// The gradients of a call with contiguous queries, already scaled, whose output, level, chosen and opened_segments are
+// given. `row` is the key width in whole panels, u all blocks, and every array of gradients holds (b, parts, ...),
+// filled with 0 before.
 struct SubquadMultipoleGradient {
   SubquadMultipole call;
   int64_t segments, parts;
@@ -109,21 +110,22 @@ struct SubquadMultipoleGradient {
   void *root_center_grads, *root_mean_grads, *root_square_grads;  // (roots 16, row), (roots 16, e), (roots 16)
 };
 
-// Exact softmax over some of the pairs; see seen.h and sparse.h. Inputs have any type and strides, other numbers are wide.
+// Exact softmax over some of the pairs; see seen.h and sparse.h. Inputs have any type and strides, other numbers are
+// wide.
 struct SubquadSparse {
   int64_t wide, threads, batch, key_heads, group, queries, keys, width, values;
   int64_t keep_batch, bounds_batch;                                        // numbers between those of heads; or 0
   int64_t layout_heads, query_blocks, key_blocks, query_block, key_block;  // of the layout
-  double scale, softcap;                                                     // softcap 0: none
+  double scale, softcap;                                                   // softcap 0: none
   SubquadTensor q, k, v;
-  const uint8_t* keep;         // (b, m), or null: no key is hidden
-  const int32_t* bounds;       // (b, 4, n): first, first_end, near, near_end
-  const uint8_t* layout;       // (layout_heads, query_blocks, key_blocks), or null
-  const void* sinks;           // (key_heads * group), or null: logits of the learned sinks
-  void *output, *level;        // (b, g, n, e) and (b, g, n): the logarithm of the sum of the weights
-  void* poison;                // (b, g, n), 0 or NaN; the output is finite
-  SubquadTensor output_grad;   // from here on only for the backward pass
-  void* delta;                 // (b, g, n), working memory
+  const uint8_t* keep;        // (b, m), or null: no key is hidden
+  const int32_t* bounds;      // (b, 4, n): first, first_end, near, near_end
+  const uint8_t* layout;      // (layout_heads, query_blocks, key_blocks), or null
+  const void* sinks;          // (key_heads * group), or null: logits of the learned sinks
+  void *output, *level;       // (b, g, n, e) and (b, g, n): the logarithm of the sum of the weights
+  void* poison;               // (b, g, n), 0 or NaN; the output is finite
+  SubquadTensor output_grad;  // from here on only for the backward pass
+  void* delta;                // (b, g, n), working memory
   void *q_grad, *k_grad, *v_grad;
 };
 

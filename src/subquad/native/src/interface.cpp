@@ -25,7 +25,8 @@ InstructionSet choose() {
   const bool narrow = wanted && !std::strcmp(wanted, "AVX2");
   const bool wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
                     __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
-  if (wide && !narrow) return {"AVX-512", run_avx512, multipole_avx512, multipole_backward_avx512, segments_avx512, sparse_avx512};
+  if (wide && !narrow)
+    return {"AVX-512", run_avx512, multipole_avx512, multipole_backward_avx512, segments_avx512, sparse_avx512};
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
     return {"AVX2", run_avx2, multipole_avx2, multipole_backward_avx2, segments_avx2, sparse_avx2};
   return {"SSE", run_plain, multipole_plain, multipole_backward_plain, segments_plain, sparse_plain};

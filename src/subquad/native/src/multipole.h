@@ -178,7 +178,8 @@ template <class T> class Multipole {
       raise(r, mine, row);
     }
     if (call.opened_segments)
-      for (const Selection& x : opened.by_row) call.opened_segments[row_of(call, tile, x.row) * call.opened + x.slot] = x.unit;
+      for (const Selection& x : opened.by_row)
+        call.opened_segments[row_of(call, tile, x.row) * call.opened + x.slot] = x.unit;
     opened.sort(tile.far);
   }
 

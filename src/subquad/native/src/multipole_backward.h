@@ -81,7 +81,8 @@ template <class T> class MultipoleGradient {
     std::fill(moves + 0, moves + tile.rows * row, T(0));
     for (Size r = 0; r < tile.rows; ++r) {
       const T *q = at(call.q, place_of(r) * d), *grad = at(given.output_grad, place_of(r) * e),
-              *output = at(static_cast<const void*>(call.output), strided_row(tile, r, call.output_batch, call.output_group, call.output_token));
+              *output = at(static_cast<const void*>(call.output),
+                           strided_row(tile, r, call.output_batch, call.output_group, call.output_token));
       std::copy(q, q + d, queries + r * row);
       std::copy(grad, grad + e, grads + r * e);
       T squares = 0, delta = 0;

@@ -97,9 +97,7 @@ class Seen {
     fill(logits, all.to - from, to - from);
   }
 
-  bool sees(Size i, Size j) const {
-    return (first[i] <= j && j < first_end[i]) || (near[i] <= j && j < near_end[i]);
-  }
+  bool sees(Size i, Size j) const { return (first[i] <= j && j < first_end[i]) || (near[i] <= j && j < near_end[i]); }
 
  private:
   const SubquadSparse& call;

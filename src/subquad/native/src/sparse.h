@@ -49,8 +49,9 @@ template <class Body> void for_each_strip(const std::vector<Range>& ranges, Body
 template <class T> class SparseForward {
  public:
   explicit SparseForward(const SubquadSparse& call)
-      : call(call), seen(call), keys(call.width, STRIP), values(call.values, STRIP), queries(call.width, rows_of_tile()),
-        answers(Seen::TILE * values.row), logits(ROWS_PER_BLOCK * STRIP), totals(Seen::TILE * PANEL), bias(STRIP) {}
+      : call(call), seen(call), keys(call.width, STRIP), values(call.values, STRIP),
+        queries(call.width, rows_of_tile()), answers(Seen::TILE * values.row), logits(ROWS_PER_BLOCK * STRIP),
+        totals(Seen::TILE * PANEL), bias(STRIP) {}
 
   void operator()(const SparseTask& given) {
     task = given;
@@ -107,7 +108,8 @@ template <class T> class SparseForward {
     const Size begin = panel_floor(hull.from), end = panel_ceil(hull.to), columns = end - begin, count = to - from;
     const Size row = keys.row;
     if (has_few_rows())
-      for (Size r = 0; r < count; ++r) row_logits(queries.row_of(from + r), keys.row_of(begin), columns, logits + r * STRIP);
+      for (Size r = 0; r < count; ++r)
+        row_logits(queries.row_of(from + r), keys.row_of(begin), columns, logits + r * STRIP);
     else
       panel_logits<T>(count, columns / PANEL, call.width, queries.row_of(from), row, keys.panel_of(begin),
                       call.width * PANEL, logits, STRIP);

@@ -73,7 +73,8 @@ template <class T> class SparseQueryGradient {
                     call.width * PANEL, weights, STRIP);
     panel_logits<T>(count, columns / PANEL, call.values, grads.row_of(from), grads.row, values.panel_of(begin),
                     call.values * PANEL, slopes, STRIP);
-    for (Size r = 0; r < count; ++r) differentiate(from + r, begin, end, range, weights + r * STRIP, slopes + r * STRIP);
+    for (Size r = 0; r < count; ++r)
+      differentiate(from + r, begin, end, range, weights + r * STRIP, slopes + r * STRIP);
     add_product<T>(count, keys.row, columns, {slopes, STRIP, 1}, keys.row_of(begin), keys.row,
                    moves + (from - task.from) * keys.row, keys.row);
   }
