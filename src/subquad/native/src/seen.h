@@ -30,7 +30,7 @@ inline Size panel_ceil(Size x) { return (x + PANEL - 1) / PANEL * PANEL; }
 
 class Seen {
  public:
-  static constexpr Size TILE = 128;  // tokens of a tile
+  static constexpr Size TILE = 256;  // tokens of a tile: few enough that a tile of rows stays in the cache
 
   explicit Seen(const SubquadSparse& call) : call(call) {}
 
@@ -131,10 +131,11 @@ template <class T> class PackedTokens {
     const Size size = panel_ceil(tokens.to) - base, given = std::min(size, count - base);
     read_rows<T>(tensor, b, g, base, given, width, scale, rows, row);
     std::fill(rows + given * row, rows + size * row, T(0));
-    std::fill(poison + 0, poison + size, T(0));
-    clean<T>(rows, row, given, width, poison);
-    is_poisoned = false;
-    for (Size t = 0; t < given; ++t) is_poisoned = is_poisoned || poison[t] != 0;
+    is_poisoned = !is_finite(rows, given * row);
+    if (is_poisoned) {
+      std::fill(poison + 0, poison + size, T(0));
+      clean<T>(rows, row, given, width, poison);
+    }
     filled = size;
   }
   void pack() {
@@ -143,12 +144,18 @@ template <class T> class PackedTokens {
 
   const T* row_of(Size token) const { return rows + (token - base) * row; }
   const T* panel_of(Size token) const { return panels + (token - base) * width; }
-  T poison_of(Size token) const { return poison[token - base]; }
+  T poison_of(Size token) const { return is_poisoned ? poison[token - base] : T(0); }
   bool is_poisoned = false;
 
  private:
   Buffer<T> rows, panels, poison;
   Size base = 0, filled = 0;
+
+  static bool is_finite(const T* x, Size size) {
+    vec<T> found{};
+    for (Size i = 0; i < size; i += lanes<T>) found += load(x + i) * T(0);
+    return sum<T>(found) == 0;
+  }
 };
 
 // y = softcap tanh(x / softcap)
