@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 import recall_page
 import results
-from attention_rules import by_method, rules
+from attention_rules import EXACT, by_method, rules
 from decoder import Attend, load, missing_package, texts
 from recall_curve import curve, draw
 from recall_inputs import TASKS, Sample, copying, question_pair, repeated
@@ -47,6 +47,7 @@ class Sizes:
         samples: Samples of each of them.
         repeated_texts: Texts that are repeated.
         tops: Values of `Multipole.top` on the curve.
+        rules: Parts of the names of the rules that are compared with exact attention and `method`; all if empty.
         seed: Determines random tokens and tasks.
     """
 
@@ -58,6 +59,7 @@ class Sizes:
     samples: int = 3
     repeated_texts: int = 2
     tops: tuple[int, ...] = (8, 16, 32, 64, 128)
+    rules: tuple[str, ...] = ()
     seed: int = 0
 
     @property
@@ -69,9 +71,19 @@ class Sizes:
         """The settings on the curve, the method itself among them."""
         return [self.method, *(replace(self.method, top=top) for top in self.tops if top != self.method.top)]
 
+    @property
+    def chosen_rules(self) -> dict[str, Attend]:
+        """The rules that are compared, by name."""
+        always, wanted = (EXACT, self.method.label), self.rules or ("",)
+        return {
+            name: rule
+            for name, rule in rules(self.method).items()
+            if name in always or any(part in name for part in wanted)
+        }
+
     def rules_at(self, length: int) -> dict[str, Attend]:
         """Return the rules for texts of a length, with those of the curve at the last one."""
-        found = rules(self.method)
+        found = self.chosen_rules
         if length == self.lengths[-1]:
             found |= {each.label: by_method(each) for each in self.settings[1:]}
         return found
@@ -126,7 +138,7 @@ def measure_recall(model: nn.Module, sizes: Sizes, inputs: list[Samples]) -> lis
     scores = []
     for length, samples in inputs:
         task = samples[0][0].task
-        chosen = sizes.rules_at(length) if task == "repeated" else rules(sizes.method)
+        chosen = sizes.rules_at(length) if task == "repeated" else sizes.chosen_rules
         print(f"{task}, {length:,} tokens, samples: {len(samples)}", flush=True)
         scores += (of_task := score_samples(model, length, samples, chosen))
         print(recall_page.progress(of_task), flush=True)
@@ -136,7 +148,7 @@ def measure_recall(model: nn.Module, sizes: Sizes, inputs: list[Samples]) -> lis
 def page(model: nn.Module, sizes: Sizes, scores: list[TextScore], recalls: list[RecallScore]) -> tuple[str, bytes]:
     """Return the page and its picture."""
     points = curve(sizes.settings, sizes.lengths[-1], scores, recalls)
-    names, config = list(rules(sizes.method)), model.config
+    names, config = list(sizes.chosen_rules), model.config
     limit = getattr(config, "max_position_embeddings", None)
     parts = [
         f"# recall, {results.today()}",
@@ -165,6 +177,11 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Sizes]:
     parser.add_argument("--text", type=Path, nargs="*", default=[], metavar="FILE", help="further texts")
     parser.add_argument("--texts", metavar="NAMES", help="use only these texts, comma-separated")
     parser.add_argument("--quick", action="store_true", help=f"{QUICK.lengths[0]} tokens, one text and two tasks")
+    parser.add_argument(
+        "--rules", default="", metavar="NAMES",
+        help='compare only rules whose names contain one of these, comma-separated, such as "window,oracle"; "none":'
+        "exact attention and Multipole only",
+    )  # fmt: skip
     described = {
         "lengths": "tokens of plain and repeated texts; the curve is drawn at the last one",
         "copy_lengths": "total tokens around copied random tokens",
@@ -185,7 +202,8 @@ def parse(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, Sizes]:
             parser.error(f"{path} does not exist")
     if options.quick:
         return options, QUICK
-    return options, Sizes(**{name: getattr(options, name) for name in described})
+    wanted = tuple(part for part in options.rules.split(",") if part)
+    return options, Sizes(**{name: getattr(options, name) for name in described}, rules=wanted)
 
 
 def choose_texts(tokenizer: Callable[..., Any], length: int, options: argparse.Namespace) -> dict[str, Tensor]:
