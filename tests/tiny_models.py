@@ -12,11 +12,17 @@ from torch import Tensor, nn
 transformers.logging.set_verbosity_error()  # It warns about image processors, which are not used here.
 
 WORDS, LENGTH = 40, 9
+WINDOW, LONG = 8, 30  # of the models with sliding windows, and the length of their inputs
 SPECIAL = dict(vocab_size=WORDS, pad_token_id=0, bos_token_id=1, eos_token_id=2)
 HALVES = dict(
     d_model=16, encoder_layers=2, decoder_layers=2, encoder_attention_heads=2, decoder_attention_heads=2,
     encoder_ffn_dim=16, decoder_ffn_dim=16, dropout=0.0, decoder_start_token_id=3, **SPECIAL,
 )  # fmt: skip
+SLIDING = dict(
+    num_hidden_layers=3, hidden_size=32, num_attention_heads=4, num_key_value_heads=2, head_dim=8, intermediate_size=32,
+    max_position_embeddings=128, sliding_window=WINDOW, **SPECIAL,
+)  # fmt: skip
+KINDS = ["sliding_attention", "full_attention", "sliding_attention"]  # of layers, where a model has both
 MODELS: dict[str, tuple[type, type, dict[str, Any]]] = {
     "gpt2": (transformers.GPT2LMHeadModel, transformers.GPT2Config, dict(
         n_layer=2, n_embd=16, n_head=2, n_positions=64, attn_pdrop=0.0, resid_pdrop=0.0, embd_pdrop=0.0, **SPECIAL)),
@@ -33,6 +39,20 @@ MODELS: dict[str, tuple[type, type, dict[str, Any]]] = {
     "whisper": (transformers.WhisperForConditionalGeneration, transformers.WhisperConfig, dict(
         num_mel_bins=4, max_source_positions=10, max_target_positions=64, begin_suppress_tokens=None,
         suppress_tokens=None, **HALVES)),
+    "mistral": (transformers.MistralForCausalLM, transformers.MistralConfig, SLIDING),
+    "phi3": (transformers.Phi3ForCausalLM, transformers.Phi3Config, SLIDING),
+    "qwen2": (transformers.Qwen2ForCausalLM, transformers.Qwen2Config, dict(
+        use_sliding_window=True, layer_types=KINDS, **SLIDING)),
+    "gemma2": (transformers.Gemma2ForCausalLM, transformers.Gemma2Config, dict(
+        layer_types=KINDS, attn_logit_softcapping=2.0, query_pre_attn_scalar=8, **SLIDING)),
+    "gemma3": (transformers.Gemma3ForCausalLM, transformers.Gemma3TextConfig, dict(
+        layer_types=KINDS, query_pre_attn_scalar=8, **SLIDING)),
+    "gpt_oss": (transformers.GptOssForCausalLM, transformers.GptOssConfig, dict(
+        layer_types=KINDS, num_local_experts=2, num_experts_per_tok=1, **SLIDING)),
+    "exaone4": (transformers.Exaone4ForCausalLM, transformers.Exaone4Config, dict(layer_types=KINDS, **SLIDING)),
+    "modernbert": (transformers.ModernBertForMaskedLM, transformers.ModernBertConfig, dict(
+        num_hidden_layers=3, hidden_size=32, num_attention_heads=4, intermediate_size=32, local_attention=WINDOW,
+        layer_types=KINDS, max_position_embeddings=128, cls_token_id=1, sep_token_id=2, **SPECIAL)),
 }  # fmt: skip
 
 
@@ -47,18 +67,29 @@ def tiny(name: str, seed: int = 0, **changes: Any) -> Any:
                     # Embeddings have unit variance; other matrices roughly preserve the norm of their input.
                     width = 1 if isinstance(part, nn.Embedding) else parameter.shape[-1]
                     parameter.normal_(std=1.2 / width**0.5)
+            if isinstance(getattr(part, "sinks", None), nn.Parameter):
+                part.sinks.normal_(mean=1.0)
     return model
 
 
-def padding(side: str | None) -> Tensor:
-    """Return (3, LENGTH), 1 = a token: rows of different lengths, padded on one side."""
-    shown = torch.ones(3, LENGTH, dtype=torch.long)
-    for row, hidden in enumerate((0, 2, 5)):
+def padding(side: str | None, length: int = LENGTH) -> Tensor:
+    """Return (3, length), 1 = a token: rows of different lengths, padded on one side.
+
+    On the right fewer than WINDOW tokens are hidden: eager attention averages all values where a query sees no key.
+    """
+    shown = torch.ones(3, length, dtype=torch.long)
+    for row, hidden in enumerate((0, 2, 5) if length == LENGTH or side == "right" else (0, 7, 16)):
         if side == "left":
             shown[row, :hidden] = 0
         elif side == "right":
-            shown[row, LENGTH - hidden :] = 0
+            shown[row, length - hidden :] = 0
     return shown
+
+
+def long_inputs(side: str | None = None, seed: int = 1) -> dict[str, Tensor]:
+    """Return the inputs of a model with sliding windows, several windows long; without a mask if `side` is None."""
+    ids = torch.randint(3, WORDS, (3, LONG), generator=torch.Generator().manual_seed(seed))
+    return dict(input_ids=ids) | ({} if side is None else dict(attention_mask=padding(side, LONG)))
 
 
 def inputs(name: str, side: str | None = None, seed: int = 1) -> dict[str, Tensor]:
@@ -79,6 +110,6 @@ def prompt(name: str, side: str | None = None) -> dict[str, Tensor]:
     return {key: value for key, value in inputs(name, side).items() if not key.startswith("decoder_")}
 
 
-def real(side: str | None) -> Tensor:
-    """Return (3, LENGTH), True = a token."""
-    return padding(side).bool()
+def real(side: str | None, length: int = LENGTH) -> Tensor:
+    """Return (3, length), True = a token."""
+    return padding(side, length).bool()

@@ -200,6 +200,24 @@ def test_a_state_is_a_value() -> None:
     assert end.length == 60
 
 
+@pytest.mark.parametrize("learned", ["query", "sinks"])
+def test_steps_can_be_differentiated_together(learned) -> None:
+    """Keys that a backward pass needs are not overwritten by the next step."""
+    inputs = draw(20)
+    sinks = torch.zeros(4, dtype=torch.float64, requires_grad=learned == "sinks")
+    inputs[0].requires_grad_(learned == "query")
+    method, leaf = Window(5, sink_logits=sinks), sinks if learned == "sinks" else inputs[0]
+    options = dict(is_causal=True, enable_gqa=True, method=method)
+    outputs, state = [], None
+    for i in range(20):
+        token = [x[:, :, i : i + 1] for x in inputs]
+        output, state = attention(*token, state=state, return_state=True, **options)
+        outputs.append(output)
+    (found,) = torch.autograd.grad(torch.cat(outputs, 2).square().sum(), leaf)
+    (wanted,) = torch.autograd.grad(attention(*inputs, **options).square().sum(), leaf)
+    close(found, wanted)
+
+
 def test_beams_select_rows_of_a_state() -> None:
     inputs, method = draw(30), Window(6, 1)
     state = attention(*inputs, is_causal=True, enable_gqa=True, method=method, return_state=True)[1]

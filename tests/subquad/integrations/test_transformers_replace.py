@@ -24,10 +24,6 @@ from subquad.integrations.transformers import StateLayer, register, replace_atte
 from tiny_models import LENGTH, SPECIAL, inputs, padding, prompt, real, tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-SMALL = dict(
-    num_hidden_layers=2, hidden_size=16, num_attention_heads=2, num_key_value_heads=1, head_dim=8, intermediate_size=16,
-    **SPECIAL,
-)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -294,53 +290,6 @@ def test_a_bias_of_positions_raises_by_name():
     assert "T5ForConditionalGeneration.encoder.block.0.layer.0.SelfAttention (layer 0)" in str(caught.value)
     assert "with Taylor: position_bias" in str(caught.value)
     assert 'Use method="exact"' in str(caught.value)
-
-
-def test_a_sliding_window_is_exact_or_raises():
-    torch.manual_seed(0)
-    model = transformers.MistralForCausalLM(transformers.MistralConfig(sliding_window=4, **SMALL)).eval()
-    own = logits(model)
-    with replace_attention(model, "exact"):
-        assert (logits(model) - own).abs().max() < 1e-5
-        free, cached = (model.generate(**prompt("llama"), max_new_tokens=4, use_cache=flag) for flag in (False, True))
-        assert free.tolist() == cached.tolist()
-    with (
-        replace_attention(model, "taylor"),
-        pytest.raises(ValueError, match=r"sliding_window \(a window of keys that moves"),
-    ):
-        logits(model)
-
-
-def test_layers_with_a_window_are_left_out():
-    """In a model with both kinds, a linear method can replace the layers without a window."""
-    torch.manual_seed(0)
-    config = transformers.Qwen2Config(use_sliding_window=True, sliding_window=4, max_window_layers=1, **SMALL)
-    model = transformers.Qwen2ForCausalLM(config).eval()
-    assert config.layer_types == ["full_attention", "sliding_attention"]
-    with (
-        replace_attention(model, "taylor"),
-        pytest.raises(ValueError, match=r"model\.layers\.1\.self_attn \(layer 1\) with Taylor: sliding_window"),
-    ):
-        logits(model)
-    with replace_attention(model, "taylor", layers=[0]):
-        given = dict(max_new_tokens=6, min_new_tokens=6, do_sample=False)
-        free, cached = (model.generate(**prompt("llama", "left"), use_cache=flag, **given) for flag in (False, True))
-    assert free.tolist() == cached.tolist()
-
-
-@pytest.mark.parametrize("method", ["exact", "taylor"])
-def test_soft_capping_and_sinks_raise_by_name(method):
-    torch.manual_seed(0)
-    gemma = transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**SMALL)).eval()
-    with (
-        replace_attention(gemma, method),
-        pytest.raises(ValueError, match=r"softcap \(logit soft-capping\) is not supported by this method"),
-    ):
-        logits(gemma)
-    oss = transformers.GptOssForCausalLM(transformers.GptOssConfig(num_local_experts=2, num_experts_per_tok=1, **SMALL))
-    with replace_attention(oss.eval(), method), pytest.raises(ValueError, match=r"s_aux \(attention sinks\)") as caught:
-        logits(oss)
-    assert 'attn_implementation="eager"' in str(caught.value)
 
 
 @pytest.mark.parametrize("method", ["exact", "taylor"])

@@ -78,7 +78,10 @@ def _grown(method: SparseMethod, call: Call, new: Tokens) -> State | None:
     state = call.state
     if state is None or not call.return_state or call.segments is not None or torch.compiler.is_compiling():
         return None
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (new.keys, new.values, *state._tensors().values())):
+    # A backward pass must find the keys as they are now.
+    parts = (call.query, new.keys, new.values, *state._tensors().values())
+    has_learned_sinks = method.sink_logits is not None and method.sink_logits.requires_grad
+    if torch.is_grad_enabled() and (has_learned_sinks or any(x.requires_grad for x in parts)):
         return None
     assert isinstance(method, Window)
     # As long as there are fewer than `sinks` visible keys, new ones may become sinks.

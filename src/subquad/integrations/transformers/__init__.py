@@ -5,9 +5,9 @@
 A layer of a transformers model looks up its attention function by a name in its config, and so does the code that
 creates its mask. This package registers its own name, with these parts:
 
-    attend              the attention function: finds the method of the layer and reads the mask
-    Mask                the mask: the rule itself, so that linear methods never form a matrix
-    StateLayer          a cache layer that holds a State instead of keys; of fixed size for linear methods
+    attend              the attention function: finds the method of the layer, reads its requests and the mask
+    Mask                the mask: the rule itself, so that linear methods and windows never form a matrix
+    StateLayer          a cache layer that holds a State instead of keys; of fixed size for linear methods and windows
     replace_attention   gives the layers of a model another method, and can undo it
 
 Axes: (batch, heads, length, width).

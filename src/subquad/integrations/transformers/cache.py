@@ -1,4 +1,4 @@
-"""A cache whose layers hold a `State` instead of keys; its size is fixed for linear methods.
+"""A cache whose layers hold a `State` instead of keys; its size is fixed for linear methods and for windows.
 
 A cache returns the keys that a layer attends to. A StateLayer returns only the new keys, marked with a reference to
 itself, by which the attention function finds the state that precedes them.
@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, EncoderDecoderCache
+from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
 from subquad._calls.state import State
+from subquad._engines import engine_of
 from subquad._engines.decoder import Decoder
 from subquad.integrations.transformers.layers import keeps_state, layers_of, method_of
+from subquad.integrations.transformers.request import planned
 from subquad.nn.binding import quiet_attention
 
 
@@ -84,8 +86,25 @@ class StateLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no 
             return False
         if (options["method"], options["scale"], options["enable_gqa"]) != self._options:
             return False
-        is_recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
+        before, sinks = (getattr(method, "sink_logits", None) for method in (self._options[0], options["method"]))
+        if sinks is not before:  # They are not part of the comparison of methods.
+            return False
+        given = (query, key, value) if sinks is None else (query, key, value, sinks)
+        is_recorded = torch.is_grad_enabled() and any(x.requires_grad for x in given)
         return not is_recorded and options["attn_mask"] is None and options["segment_ids"] is None
+
+    def recent(self, window: Any, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the keys and values that the state of a window holds, followed by new ones.
+
+        Raises:
+            ValueError: It is not the state of this window.
+        """
+        state = self._settled()
+        if engine_of(window) != "sparse" or (state is not None and state.method != window):
+            raise ValueError("past_key_values: expected a cache of keys, got states of another method")
+        if state is None or state.keys is None or state.values is None:
+            return key, value
+        return torch.cat([state.keys, key], -2), torch.cat([state.values, value], -2)
 
     def _settled(self) -> State | None:
         """Return the state, taken back from the decoder."""
@@ -114,12 +133,12 @@ class StateLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no 
         self.__init__()  # type: ignore[misc]
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Raise ValueError: tokens cannot be removed from a sum."""
+        """Raise ValueError: tokens cannot be removed from a sum, and a window has dropped those before them."""
         if tokens_to_remove and (state := self._settled()) is not None:
-            method = type(state.method).__name__
+            other = 'attn_implementation="eager"' if engine_of(state.method) == "sparse" else 'method="exact"'
             raise ValueError(
-                f"past_key_values.crop: tokens cannot be removed from a state of {method}; keep a copy.deepcopy of the "
-                'cache to roll back to, or use method="exact" for assisted or speculative decoding'
+                f"past_key_values.crop: tokens cannot be removed from a state of {type(state.method).__name__}; keep a "
+                f"copy.deepcopy of the cache to roll back to, or use {other} for assisted or speculative decoding"
             )
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -175,9 +194,17 @@ def hold_states(model: nn.Module, cache: Cache) -> None:
         # A subclass may do more with its layers than this function knows.
         if type(part) is not DynamicCache or part.offloading:
             continue
+        if any(getattr(layer.config, "num_kv_shared_layers", None) for layer in readers):
+            continue  # Some layers read the keys of others, as in Gemma 3n.
+        is_recording = any(getattr(layer, "record_past", False) for layer in part.layers)  # for assisted decoding
         for index in {layer.layer_idx for layer in readers}:
             # Encoder and decoder may use the same indices. Which of them reads a layer is unknown, so all must agree.
-            if all(keeps_state(method_of(layer)) for layer in readers if layer.layer_idx == index):
-                while len(part.layers) <= index:
-                    part.layers.append(DynamicLayer())
-                part.layers[index] = StateLayer()
+            methods = [planned(layer, method_of(layer))[0] for layer in readers if layer.layer_idx == index]
+            if not all(keeps_state(method) for method in methods):
+                continue
+            if is_recording and any(engine_of(method) == "sparse" for method in methods):
+                continue  # Tokens will be removed, which transformers' own layers support.
+            while len(part.layers) <= index:
+                part.layers.append(DynamicLayer())
+            if type(part.layers[index]) in (DynamicLayer, DynamicSlidingWindowLayer, StateLayer):
+                part.layers[index] = StateLayer()  # Other layers hold more than keys and values.

@@ -9,6 +9,7 @@ from transformers import PreTrainedConfig
 
 from subquad._engines import engine_of
 from subquad.methods import AnyMethod
+from subquad.methods.block_sparse import BlockSparse
 from subquad.planning.auto import Auto
 
 methods: dict[str, AnyMethod | Auto] = {}  # by the name that is registered in transformers
@@ -34,12 +35,12 @@ def layers_of(model: nn.Module) -> dict[str, Any]:
 
 
 def method_of(layer: Any) -> AnyMethod | Auto | None:
-    """Return the method of a layer; None if its attention function is not `attend`."""
+    """Return the method that was chosen for a layer; None if its attention function is not `attend`."""
     default = methods.get(layer.config._attn_implementation)
     choice: Choice | None = getattr(layer, "subquad_choice", None)
     return default if default is None or choice is None else choice.method
 
 
 def keeps_state(method: AnyMethod | Auto | None) -> bool:
-    """Return whether a method caches a State; exact attention and Auto need the keys themselves."""
-    return method is not None and not isinstance(method, Auto) and engine_of(method) != "exact"
+    """Return whether a method caches a State; exact attention, Auto and BlockSparse need the keys themselves."""
+    return method is not None and not isinstance(method, Auto | BlockSparse) and engine_of(method) != "exact"

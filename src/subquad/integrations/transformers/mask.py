@@ -1,4 +1,4 @@
-"""The mask of a call, as a rule: linear methods never form its matrix.
+"""The mask of a call, as a rule: linear methods and windows never form its matrix.
 
 Axes: b batch, n queries of this call, m keys of this call.
 """
@@ -6,14 +6,28 @@ Axes: b batch, n queries of this call, m keys of this call.
 import inspect
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
+from transformers import masking_utils as rules
 
-from subquad.integrations.transformers.unsupported import unsupported
+from subquad.integrations.transformers.unsupported import Unsupported
+
+# All rules that a function of transformers makes have the same code.
+AND = rules.and_masks().__code__
+WINDOW = rules.sliding_window_overlay(1).__code__  # of query i and key j: j > i - w
+WINDOW_OF_BOTH_SIDES = rules.sliding_window_bidirectional_overlay(1).__code__  # |i - j| <= w
+PACKED = rules.packed_sequence_mask_function(torch.zeros(1, 1)).__code__
+
+
+class Rule(NamedTuple):
+    """A rule of transformers that this package understands."""
+
+    is_causal: bool
+    window: int | None = None  # the size that `Window` takes
+    segment_ids: Tensor | None = None  # of packed sequences, (b, n)
 
 
 class Mask:
@@ -30,23 +44,27 @@ class Mask:
     @cached_property
     def matrix(self) -> Tensor | None:
         """(b, 1, n, m), True = attend, computed on first use; None if `is_causal` of the layer is enough."""
-        found: Tensor | None = sdpa_mask(**self.arguments)
+        found: Tensor | None = rules.sdpa_mask(**self.arguments)
         return found
 
     @cached_property
-    def rule(self) -> tuple[bool, Tensor | None] | None:
-        """Whether the mask is causal, and the segments of packed sequences; None if it is a rule of another kind."""
-        rule = self.arguments["mask_function"]
-        parts = (rule,)
-        if getattr(rule, "__name__", None) == "and_mask":
-            parts = inspect.getclosurevars(rule).nonlocals["mask_functions"]
-        known = {causal_mask_function: True, bidirectional_mask_function: False}
-        if parts[0] not in known or len(parts) > 2:
-            return None
-        if len(parts) == 1:
-            return known[rule], None
-        packed = inspect.getclosurevars(parts[1]).nonlocals.get("packed_sequence_mask")
-        return None if packed is None else (known[parts[0]], packed)
+    def rule(self) -> Rule | None:
+        """The rule, if it is a combination of causality, a sliding window and packed sequences; otherwise None."""
+        windows: dict[Any, int] = {}
+        is_causal, segments = False, None
+        for part in _parts(self.arguments["mask_function"]):
+            code = getattr(part, "__code__", None)
+            if part is rules.causal_mask_function:
+                is_causal = True
+            elif code in (WINDOW, WINDOW_OF_BOTH_SIDES) and not windows:
+                windows[code] = inspect.getclosurevars(part).nonlocals["sliding_window"]
+            elif code is PACKED and segments is None:
+                segments = inspect.getclosurevars(part).nonlocals["packed_sequence_mask"]
+            elif part is not rules.bidirectional_mask_function:
+                return None
+        if WINDOW in windows:  # It does not limit the keys after a query.
+            return Rule(True, windows[WINDOW], segments) if is_causal else None
+        return Rule(is_causal, windows[WINDOW_OF_BOTH_SIDES] + 1 if windows else None, segments)
 
     @cached_property
     def padding(self) -> Tensor | None:
@@ -68,49 +86,88 @@ class Mask:
         return bool(self.key_length + self.arguments.get("kv_offset", 0) != queries)
 
 
+def _parts(rule: Any) -> list[Any]:
+    """Return the rules that a rule combines, all of which must hold."""
+    if getattr(rule, "__code__", None) is not AND:
+        return [rule]
+    return [part for inner in inspect.getclosurevars(rule).nonlocals["mask_functions"] for part in _parts(inner)]
+
+
 @dataclass(frozen=True)
 class Seen:
-    """A mask in the form that approximate methods support."""
+    """A mask in the form that approximate methods and `Window` support."""
 
     is_causal: bool
     keys: Tensor | None = None  # (b, 1 or heads, 1, m)
     segment_ids: Tensor | None = None  # (b, n)
+    window: int | None = None  # the size that `Window` takes
 
 
-def read(mask: Mask | Tensor | None, is_causal: bool, m: int) -> Seen:
-    """Split the mask of the last m keys into what approximate methods support.
+def read(mask: Mask | Tensor | None, is_causal: bool, m: int, window: int | None = None) -> Seen:
+    """Split the mask of the last m keys into what approximate methods and `Window` support.
+
+    Args:
+        mask: The mask, which decides.
+        is_causal: Whether the layer is causal, which the mask does not always show.
+        m: The number of keys.
+        window: The size of the window that the layer names, which a matrix may or may not have.
 
     Raises:
-        ValueError: The mask is not causal, packed, padded, or a combination of these.
+        ValueError: The mask is not causal, packed, padded, a sliding window, or a combination of these.
     """
-    if mask is None:
-        return Seen(is_causal)
+    if mask is None:  # A window that hides a key would need a mask.
+        return Seen(is_causal, window=window if window is not None and m <= window else None)
     if isinstance(mask, Tensor) and mask.dim() == 4:
-        return _read_matrix(mask, is_causal, m)
+        return _read_matrix(mask, is_causal, m, window)
     if not isinstance(mask, Mask):
-        raise unsupported("attention_mask", f"a {type(mask).__name__} for another kind of attention")
+        raise Unsupported("attention_mask", f"a {type(mask).__name__} for another kind of attention")
     if mask.rule is None:
-        raise unsupported("attention_mask", "a rule for each pair of query and key, such as a window or blocks")
-    is_causal, segment_ids = mask.rule
-    if is_causal and mask.is_static:
-        raise unsupported("past_key_values", "a static cache, which contains keys that do not exist yet")
+        raise Unsupported("attention_mask", "a rule for each pair of query and key, such as chunks or blocks")
+    if mask.rule.is_causal and mask.is_static:
+        raise Unsupported("past_key_values", "a static cache, which contains keys that do not exist yet")
+    return Seen(mask.rule.is_causal, visible_keys(mask, m), mask.rule.segment_ids, mask.rule.window)
+
+
+def visible_keys(mask: Mask | Tensor | None, m: int) -> Tensor | None:
+    """Return which of the last m keys a query may see at all, (b, 1 or heads, 1, m); None if that is all of them."""
+    if mask is None:
+        return None
+    if isinstance(mask, Tensor):
+        shown = shown_pairs(mask)
+        return shown[..., shown.shape[-1] - m :].any(-2, keepdim=True)
     keys = None if mask.padding is None else mask.padding[:, mask.key_length - m :]
-    if keys is None or bool(keys.all()):
-        return Seen(is_causal, None, segment_ids)
-    return Seen(is_causal, keys[:, None, None], segment_ids)
+    return None if keys is None or bool(keys.all()) else keys[:, None, None]
 
 
-def _read_matrix(mask: Tensor, is_causal: bool, m: int) -> Seen:
-    """Split a matrix (b, 1 or heads, n, ...) that is causal, or hides keys, or both; otherwise raise ValueError."""
-    shown = mask
-    if mask.dtype != torch.bool:
-        shown = mask == 0
-        if not bool((shown | (mask <= torch.finfo(mask.dtype).min / 2)).all()):
-            raise unsupported("attention_mask", "numbers added to the logits")
+def shown_pairs(mask: Tensor) -> Tensor:
+    """Return a matrix as booleans, True = attend; raise ValueError if it adds numbers to the logits."""
+    if mask.dtype == torch.bool:
+        return mask
+    shown = mask == 0
+    if not bool((shown | (mask <= torch.finfo(mask.dtype).min / 2)).all()):
+        raise Unsupported("attention_mask", "numbers added to the logits")
+    return shown
+
+
+def _read_matrix(mask: Tensor, is_causal: bool, m: int, window: int | None) -> Seen:
+    """Split a matrix (b, 1 or heads, n, ...) that is causal, hides keys, has the window, or a combination of these.
+
+    Raises:
+        ValueError: It is a matrix of another kind.
+    """
+    shown = shown_pairs(mask)
     shown = shown[..., shown.shape[-1] - m :]
     keys, n = shown.any(-2, keepdim=True), shown.shape[-2]
+    pairs = keys.expand_as(shown)
+    before = pairs.tril(m - n)
+    if window is not None:
+        if bool((shown == before.triu(m - n - window + 1)).all()):
+            # The mask of one query does not show causality; the layer knows.
+            return Seen(is_causal or n > 1, keys, window=window)
+        if n == m and bool((shown == pairs.tril(window - 1).triu(1 - window)).all()):
+            return Seen(False, keys, window=window)
     if bool((shown == keys).all()):
-        return Seen(is_causal and n == 1, keys)  # The mask of one query does not show causality; the layer knows.
-    if bool((shown == keys.expand_as(shown).tril(m - n)).all()):
+        return Seen(is_causal and n == 1, keys)
+    if bool((shown == before).all()):
         return Seen(True, keys)
-    raise unsupported("attention_mask", "a choice for each pair of query and key")
+    raise Unsupported("attention_mask", "a choice for each pair of query and key")

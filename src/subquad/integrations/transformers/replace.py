@@ -12,6 +12,7 @@ from subquad.attention import MethodLike, resolve, warn_about
 from subquad.integrations.transformers.attend import NAME
 from subquad.integrations.transformers.cache import hold_states
 from subquad.integrations.transformers.layers import Choice, layers_of, method_of
+from subquad.integrations.transformers.request import planned
 from subquad.integrations.transformers.unsupported import NO_METHOD
 from subquad.nn.report import Replacement, Replacements, check_layers, describe
 
@@ -21,7 +22,9 @@ def replace_attention(
 ) -> Replacements:
     """Give the attention layers of a Hugging Face model another method, in place.
 
-    Parameters are not changed. `generate` then keeps a `State` in its cache, for methods that have one.
+    Parameters are not changed. `generate` then keeps a `State` in its cache, for methods that have one. Layers with a
+    sliding window, logit soft-capping or learned sinks get a `Window` with the same options, which is exact; the report
+    lists them.
 
     Args:
         model: A transformers model.
@@ -57,9 +60,9 @@ def replace_attention(
     selected = check_layers(layers, len(found))
     rows = []
     for number, (name, layer) in enumerate(found.items()):
-        before = method_of(layer)
+        before, _ = planned(layer, method_of(layer))
         label = layer.config._attn_implementation if before is None else describe(before)
-        rows.append(Replacement(number, name, label, method if number in selected else None))
+        rows.append(Replacement(number, name, label, *planned(layer, method if number in selected else None)))
     report = Replacements(tuple(rows))
     _exchange(model, found, method, report)
     warn_about(method, stacklevel=2)

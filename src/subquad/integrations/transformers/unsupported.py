@@ -1,8 +1,6 @@
 """What a layer may request and a method does not support."""
 
 NO_METHOD = {  # not supported by any method here
-    "softcap": "logit soft-capping",
-    "s_aux": "attention sinks",
     "indices": "a selection of keys for each query",
     "block_indices": "a selection of blocks of keys for each query",
     "cache": "a paged cache",
@@ -10,13 +8,24 @@ NO_METHOD = {  # not supported by any method here
 }
 EXACT_ONLY = {  # needs a weight for each pair of query and key
     "position_bias": "a bias added to each logit",
-    "sliding_window": "a window of keys that moves with the query",
     "dropout": "dropout on the weights in training; model.eval() disables it",
 }
 
 
-def unsupported(argument: str, meaning: str) -> ValueError:
-    """Return the error for an argument that the method of a layer does not support."""
-    alternative = 'method="exact", or replace_attention(..., layers=[...]) without this layer'
-    alternative = 'attn_implementation="eager"' if argument in NO_METHOD else alternative
-    return ValueError(f"{argument} ({meaning}) is not supported by this method. Use {alternative}.")
+class Unsupported(ValueError):
+    """An argument that the method of a layer does not support.
+
+    Args:
+        argument: The name of the argument.
+        meaning: What it asks for.
+    """
+
+    def __init__(self, argument: str, meaning: str) -> None:
+        super().__init__(f"{argument} ({meaning}) is not supported by this method.")
+        self.argument = argument
+
+    def advice(self, is_exact: bool) -> str:
+        """Return what to do instead in a layer for which exact attention was chosen, or another method."""
+        if is_exact or self.argument in NO_METHOD:
+            return ' Use attn_implementation="eager".'
+        return ' Use method="exact", or replace_attention(..., layers=[...]) without this layer.'

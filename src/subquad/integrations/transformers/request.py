@@ -1,0 +1,97 @@
+"""What a layer asks for besides plain attention, and the method that serves it.
+
+    a sliding window of w keys             Window(w)
+    logit soft-capping, learned sinks      Window(w or None, softcap=..., sink_logits=...), which is exact
+    neither                                the method that was chosen for the layer
+
+The size counts the query's own key, as transformers' `sliding_window` does. At a call the mask decides whether there is
+a window. Before it, `request_of` reads what the layer is going to ask for, for the report and for the cache.
+"""
+
+import inspect
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+from torch import Tensor
+
+from subquad._engines import engine_of
+from subquad.methods import AnyMethod
+from subquad.methods.window import Window
+from subquad.planning.auto import Auto
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """What a layer asks for.
+
+    Attributes:
+        window: The number of nearest keys that a query sees, on either side if the layer is not causal; None for all.
+        softcap: Soft-capping of the logits, or None.
+        sink_logits: A learned logit for each query head, or None.
+    """
+
+    window: int | None = None
+    softcap: float | None = None
+    sink_logits: Tensor | None = None
+
+    @property
+    def changes_weights(self) -> bool:
+        """Whether it asks for more than a choice of keys, which a mask could express."""
+        return self.softcap is not None or self.sink_logits is not None
+
+    @property
+    def reason(self) -> str:
+        """The request in words; empty if there is none."""
+        given = (self.window, self.softcap, self.sink_logits)
+        names = ("its sliding window", "logit soft-capping", "learned sinks")
+        return " and ".join(name for name, value in zip(names, given, strict=True) if value is not None)
+
+
+def serve(method: AnyMethod | Auto, request: Request) -> AnyMethod | Auto:
+    """Return the method that serves a request of a layer for which `method` was chosen."""
+    if not request.reason:
+        return method
+    given = dict(softcap=request.softcap, sink_logits=request.sink_logits)
+    options: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    if request.window is None and engine_of(method) == "sparse":
+        return replace(method, **options)  # type: ignore[type-var]
+    return Window(request.window, **options)
+
+
+def planned(layer: Any, method: AnyMethod | Auto | None) -> tuple[AnyMethod | Auto | None, str]:
+    """Return the method that will serve a layer for which `method` was chosen, and a note if it is another one."""
+    request = request_of(layer)
+    if method is None or not request.reason:
+        return method, ""
+    is_replaced = request.window is not None or engine_of(method) != "sparse"
+    prefix = "exact, " if is_replaced and engine_of(method) != "exact" else ""
+    return serve(method, request), f"{prefix}because of {request.reason}"
+
+
+def request_of(layer: Any) -> Request:
+    """Return what a layer is going to ask for, read from its attributes and its config."""
+    passed = _keywords(layer.__class__)
+    return Request(
+        window=_window_of(layer),
+        softcap=getattr(layer, "attn_logit_softcapping", None) if "softcap" in passed else None,
+        sink_logits=getattr(layer, "sinks", None) if "s_aux" in passed else None,
+    )
+
+
+def _window_of(layer: Any) -> int | None:
+    types, index = getattr(layer.config, "layer_types", None), getattr(layer, "layer_idx", None)
+    if types is not None and index is not None and index < len(types) and types[index] != "sliding_attention":
+        return None
+    # Cross-attention shares the config of a decoder but not its window.
+    shared = getattr(layer.config, "sliding_window", None) if getattr(layer, "is_causal", True) else None
+    found = getattr(layer, "sliding_window", shared)
+    return found if isinstance(found, int) and found > 0 else None
+
+
+@cache
+def _keywords(kind: Any) -> frozenset[str]:
+    """Return the constants in the code of `forward`, which contain the names of the arguments that it passes."""
+    constants = inspect.unwrap(kind.forward).__code__.co_consts
+    groups = (constant if isinstance(constant, tuple) else (constant,) for constant in constants)
+    return frozenset(name for group in groups for name in group if isinstance(name, str))
