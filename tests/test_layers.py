@@ -21,10 +21,13 @@ LIBRARY = SOURCE / "subquad"
 METHODS = {"Exact", "Taylor", "RandomFeatures", "Linear", "Separable", "Multipole", "Auto", "UserMap"}
 # Lines of code, without blank lines, comments and docstrings.
 CORE = ("methods", "_calls", "_engines", "native", "attention.py", "_torch_internals.py")
-MAX_CODE_LINES = {CORE: 4500, ("planning",): 2000, ("integrations",): 900}
+MAX_CODE_LINES = {CORE: 4500, ("planning",): 2000, ("integrations",): 1100}
 MAX_FUNCTION_LINES, MAX_POSITIONAL = 60, 8
 MAX_ISINSTANCE_LINES, MAX_LEVELS = 12, 8
-TORCH_SIGNATURES = {"attention", "MultiheadAttention.__init__"}  # arguments in torch's own order
+# Functions whose arguments are in the order of torch or of flash_attn.
+OTHERS_SIGNATURES = {
+    "attention", "MultiheadAttention.__init__", "flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache",
+}  # fmt: skip
 
 
 def test_layers_import_only_earlier_ones_and_never_inside_a_function() -> None:
@@ -138,7 +141,7 @@ def wide_functions(text: str) -> list[str]:
     """Return functions with many positional parameters, `self` not counted."""
     counts = {name: len([a for a in (*node.args.posonlyargs, *node.args.args) if a.arg not in ("self", "cls")])
               for name, node in functions_in(text)}  # fmt: skip
-    return [name for name, count in counts.items() if count > MAX_POSITIONAL and name not in TORCH_SIGNATURES]
+    return [name for name, count in counts.items() if count > MAX_POSITIONAL and name not in OTHERS_SIGNATURES]
 
 
 def test_functions_are_short_and_narrow() -> None:
