@@ -45,13 +45,14 @@ def unfactored(attn_mask: Tensor, way_out: str) -> ValueError:
     """Return the error for an attn_mask of pairs, with the alternative that works."""
     if attn_mask.dtype != torch.bool:
         return ValueError(
-            f"attn_mask: got {attn_mask.dtype}, a bias added to each logit, which no feature map can factor; "
+            f"attn_mask: got {attn_mask.dtype}, a bias added to each logit, which only exact attention supports; "
             f"expected a boolean mask of shape (..., 1, keys). For a bias, {way_out}."
         )
     return ValueError(
-        f"attn_mask: got shape {tuple(attn_mask.shape)}, a choice for each pair of query and key, which no feature "
-        "map can factor; expected a query dimension of 1. Use is_causal for causality, key_padding_mask for "
-        f"padding, segment_ids for packed sequences; for any other mask, {way_out}."
+        f"attn_mask: got shape {tuple(attn_mask.shape)}, a choice for each pair of query and key, which only exact "
+        "attention supports; expected a query dimension of 1. Use is_causal for causality, key_padding_mask for "
+        "padding, segment_ids for packed sequences, Window or BlockSparse for windows and blocks; for any other mask, "
+        f"{way_out}."
     )
 
 

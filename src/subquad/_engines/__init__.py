@@ -10,6 +10,8 @@ A new engine adds its module here and its name to `methods.method.Engine`.
 
 from typing import Any
 
+import torch
+
 from subquad._calls.call import Call
 from subquad._calls.state import check_state
 from subquad._engines import exact
@@ -30,14 +32,17 @@ def engine_of(method: Any) -> Engine:
 
 def run(method: Any, call: Call, form: Any = None, chunk: int | None = None) -> Result:
     """Compute a call by a method; tests may choose the form and the chunk."""
-    if call.state is not None:
-        check_state(call.state, method, call.layout, call.segments is not None, call.key.dtype)
     name = engine_of(method)
+    if call.state is not None:
+        dtype = call.key.dtype
+        if name == "sparse" and call.is_autocast:  # It keeps keys as it computes with them.
+            dtype = torch.promote_types(dtype, torch.float32)
+        check_state(call.state, method, call.layout, call.segments is not None, dtype)
     if name == "exact":
         return exact.run(method, call)
     if call.dropout_p != 0:
         raise ValueError(
-            f"dropout_p: expected 0, got {call.dropout_p}: dropout on the weights has no linear form. "
+            f"dropout_p: expected 0, got {call.dropout_p}: only exact attention has dropout on the weights. "
             'Use method="exact", or dropout on the output.'
         )
     if name == "multipole":

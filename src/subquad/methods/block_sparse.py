@@ -15,13 +15,14 @@ from torch import Tensor
 from subquad.methods.sparse import SparseMethod
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class BlockSparse(SparseMethod):
     """Exact attention inside chosen blocks, as in Longformer- or BigBird-like patterns.
 
     Args:
         layout: Boolean, (heads or 1, query blocks, key blocks): True where queries of a block see the keys of a block.
-            Blocks have ceil(n / query blocks) queries and ceil(m / key blocks) keys.
+            Blocks have ceil(n / query blocks) queries and ceil(m / key blocks) keys, the last one fewer; the number of
+            blocks must be one that such blocks give: 100 tokens make 10 blocks of 10 or 9 of 12, never 60.
         softcap: As for `Window`.
         sink_logits: As for `Window`.
 
@@ -48,10 +49,8 @@ class BlockSparse(SparseMethod):
     @property
     def label(self) -> str:
         heads, rows, columns = self.layout.shape
-        return f"BlockSparse({rows} x {columns} blocks, {heads} head{'s' * (heads > 1)})"
-
-    def __str__(self) -> str:
-        return self.label
+        size = f"{rows} x {columns} blocks, {heads} head{'s' * (heads > 1)}"
+        return f"BlockSparse({', '.join([size, *self._options])})"
 
     @property
     def density(self) -> float:
@@ -65,8 +64,9 @@ class BlockSparse(SparseMethod):
             raise ValueError(f"layout: expected 1 head or the {heads} query heads of the call, got {own}")
         for name, blocks, length in (("query", rows, queries), ("key", columns, keys)):
             if length and blocks != ceil(length / ceil(length / blocks)):
+                size = ceil(length / blocks)
                 raise ValueError(
-                    f"layout: expected at most {length} {name} blocks that divide the {length} {name} tokens into "
-                    f"equal parts, the last one shorter, got {blocks}"
+                    f"layout: {blocks} {name} blocks of {length} tokens would have {size} tokens each, and fewer "
+                    f"blocks hold them all; expected {ceil(length / size)} {name} blocks, or another number"
                 )
         return max(1, ceil(queries / rows)), max(1, ceil(keys / columns))

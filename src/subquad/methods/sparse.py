@@ -16,15 +16,18 @@ from torch import Tensor
 from subquad.methods.method import Engine, Method
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SparseMethod(Method):
-    """The options that `Window` and `BlockSparse` share."""
+    """The options that `Window` and `BlockSparse` share.
+
+    `sink_logits` takes no part in comparisons: it changes what queries read from a state, not the state.
+    """
 
     engine: ClassVar[Engine] = "sparse"
     family: ClassVar[str] = "sparse"
 
     softcap: float | None = field(default=None, kw_only=True)
-    sink_logits: Tensor | None = field(default=None, kw_only=True, compare=False, repr=False)
+    sink_logits: Tensor | None = field(default=None, kw_only=True, compare=False)
 
     def __post_init__(self) -> None:
         cap, sinks = self.softcap, self.sink_logits
@@ -33,6 +36,15 @@ class SparseMethod(Method):
         if sinks is not None and not (isinstance(sinks, Tensor) and sinks.dim() == 1 and sinks.is_floating_point()):
             shape = f"shape {tuple(sinks.shape)}, {sinks.dtype}" if isinstance(sinks, Tensor) else repr(sinks)
             raise ValueError(f"sink_logits: expected one floating-point number per query head, got {shape}")
+
+    def __repr__(self) -> str:
+        return self.label
+
+    @property
+    def _options(self) -> list[str]:
+        """The options that differ from their defaults, for the label."""
+        shown = [f"softcap={self.softcap:g}"] if self.softcap is not None else []
+        return shown + (["sink_logits"] if self.sink_logits is not None else [])
 
     def logits_of_sinks(self, heads: int, dtype: torch.dtype) -> Tensor | None:
         """Return (heads,): the logits of the learned sinks, or None."""

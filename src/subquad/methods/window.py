@@ -16,16 +16,19 @@ from subquad.methods.sparse import SparseMethod
 MAX_WINDOW = 1 << 30
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Window(SparseMethod):
     """Exact attention to a sliding window of keys, and to the first keys ("attention sinks").
 
-    Against full attention its error is unknown until measured: it drops all other keys.
+    Query i stands at the place of key i; with a state, the last query stands at the last key. A call that is not causal
+    has a window on both sides, and needs as many queries as keys. Against full attention the error is unknown until
+    measured: all other keys are dropped.
 
     Args:
         size: The number of nearest keys that a query sees, its own included; on either side if the call is not causal.
             None for all keys: exact attention with the options below.
-        sinks: The number of first keys that every query sees as well.
+        sinks: The number of first keys that every query sees as well: the first ones that padding does not hide, and in
+            packed sequences the first ones of each sequence.
         softcap: Soft-capping of the logits, softcap * tanh(x / softcap), as in Gemma 2.
         sink_logits: A learned logit for each query head, (heads,), which takes part in the softmax and has no value, as
             in gpt-oss.
@@ -54,9 +57,9 @@ class Window(SparseMethod):
 
     @property
     def label(self) -> str:
-        shown = [str(self.size), *([f"sinks={self.sinks}"] if self.sinks else [])]
-        shown += [f"softcap={self.softcap:g}"] if self.softcap is not None else []
-        return f"Window({', '.join([*shown, *(['sink_logits'] if self.sink_logits is not None else [])])})"
+        return (
+            f"Window({', '.join([str(self.size), *([f'sinks={self.sinks}'] if self.sinks else []), *self._options])})"
+        )
 
     @property
     def reach(self) -> int:

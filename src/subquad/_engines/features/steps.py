@@ -55,7 +55,7 @@ class FeatureSteps:
 
 
 def prepared(state: State, scale: float | None, query: Tensor, key: Tensor, value: Tensor) -> FeatureSteps | None:
-    """Return the steps for tokens like this one; None if the kernels do not serve them, or the engine is to raise."""
+    """Return the steps for tokens like this one; None if the general path must serve them, or raise."""
     if state.sums is None or state.poison is None:
         return None
     method = feature_method(state.method)

@@ -29,7 +29,7 @@ def is_served(*tensors: Tensor) -> bool:
 
 def meet_natively(method: Multipole, q: Tensor, memory: Memory, sees: Tensor, scale: float = 1.0) -> Tensor:
     """Return (b, g, n, e), as `meet` does of queries times `scale`."""
-    q = q if q.stride(-1) == 1 else q.contiguous()
+    q = q if q.stride(-1) == 1 or q.shape[-1] == 1 else q.contiguous()
     sees, table = sees.contiguous(), memory.table()
     b, g, n, _ = q.shape
     if memory.length == 0:
@@ -51,8 +51,8 @@ def native_call(
     method: Multipole, q: Tensor, memory: Memory, sees: Tensor, table: Tensor, output: Tensor, scale: float = 1.0
 ) -> MultipoleCall:
     """Return the arguments of a kernel: queries (b, g, n, d) that see `sees` (b, n) keys, and where the output goes."""
-    assert q.stride(-1) == output.stride(-1) == 1
     b, g, n, d = q.shape
+    assert (q.stride(-1) == 1 or d == 1) and output.stride(-1) == 1
     top, looks = top_of(method, memory), min(method.looks, memory.segments * settings.BLOCKS_PER_SEGMENT)
     return MultipoleCall(
         q.dtype == torch.float64, torch.get_num_threads(), b, g, n, d, output.shape[-1], method.block, method.sinks,

@@ -2,7 +2,7 @@
 
 Everything that does not change from token to token is prepared once, and kept with the permission to write into the
 room of the state. `MultipoleSteps` keeps even more, for a decoder. Other calls, and every token that finishes a
-segment, take the general way.
+segment, take the general path.
 """
 
 import ctypes
@@ -42,7 +42,7 @@ class Prepared:
 
 
 def stepped(method: Multipole, call: Call) -> Result | None:
-    """Return the result of one more token, or None if the call is another, or has to take the general way."""
+    """Return the result of one more token, or None if the call is another, or has to take the general path."""
     state, layout = call.state, call.layout
     if state is None or state.permit is None or not call.return_state or call.segments is not None:
         return None
@@ -148,7 +148,7 @@ class MultipoleSteps:
         return self.state
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
-        """Return (..., heads, 1, e) for the next token; None if it has to take the general way."""
+        """Return (..., heads, 1, e) for the next token; None if it has to take the general path."""
         if not (query.is_contiguous() and key.is_contiguous() and value.is_contiguous()):
             query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
         if not self._permit.claim(self._length):

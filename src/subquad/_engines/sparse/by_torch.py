@@ -9,11 +9,10 @@ Axes: b batch and key heads, g query heads per key head, n queries, m keys, d wi
 import torch
 from torch import Tensor
 
-from subquad._engines.finite import cleaned, poison_of
+from subquad._engines.finite import NEVER, cleaned, poison_of
 from subquad._engines.sparse.pattern import Pattern
 
 TILE_ROWS = 256
-NEVER = float("-inf")
 
 
 def attend_by_torch(
@@ -35,7 +34,7 @@ def attend_by_torch(
     for start in range(0, q.shape[2], TILE_ROWS):
         rows = slice(start, min(start + TILE_ROWS, q.shape[2]))
         outputs.append(_tile(q[:, :, rows], k, v, pattern, rows, key_poison, softcap, sink_logits))
-    output = torch.cat(outputs, 2) if outputs else q.new_zeros(*q.shape[:3], v.shape[-1])
+    output = torch.cat(outputs, 2) if outputs else _nothing(q, k, v, sink_logits)
     return output.masked_fill(row_poison.isnan()[..., None], float("nan"))
 
 
@@ -45,8 +44,7 @@ def _tile(
 ) -> Tensor:  # fmt: skip
     parts = [slice(low, high) for low, high in pattern.hull(rows)]
     if not parts:
-        nothing = q[..., :1] * 0 + k.sum() * 0 + v.sum() * 0  # 0, with gradients
-        return nothing.expand(*q.shape[:3], v.shape[-1])
+        return _nothing(q, k, v, sink_logits)
     keys, values, poison = (torch.cat([x[:, part] for part in parts], 1) for x in (k, v, key_poison))
     seen = torch.cat([pattern.seen(rows, part, *q.shape[:2]) for part in parts], -1)
     logits = q @ keys[:, None].mT  # (b, g, n, m)
@@ -61,3 +59,10 @@ def _tile(
     share = weights[..., : keys.shape[1]] / torch.where(total == 0, 1.0, total)
     is_poisoned = (seen & poison.isnan()[:, None, None]).any(-1)
     return (share @ values[:, None]).masked_fill(is_poisoned[..., None], float("nan"))
+
+
+def _nothing(q: Tensor, k: Tensor, v: Tensor, sink_logits: Tensor | None) -> Tensor:
+    """Return zeros (b, g, n, e) through which gradients, all 0, reach every input."""
+    row = q[..., :0].sum(-1, keepdim=True) + k[:0].sum() + v[:0].sum()
+    row = row if sink_logits is None else row + sink_logits[:0].sum()
+    return row.expand(*q.shape[:3], v.shape[-1])

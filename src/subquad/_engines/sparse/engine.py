@@ -29,9 +29,8 @@ from subquad.methods.window import Window
 def run(method: SparseMethod, call: Call, form: str | None = None) -> Result:
     """Compute the call; the form "dense" or "chunked" asks for torch's operations."""
     call = call.factored()
-    if isinstance(method, BlockSparse) and call.is_stateful:
-        raise ValueError("state: BlockSparse describes a whole sequence and has no state; expected a call without one")
-    # Which keys a tile reads depends on the numbers of its bounds: nothing that a compiled graph could hold.
+    _check_lengths(method, call)
+    # Which keys a tile reads depends on the values of its bounds, which a compiled graph does not know.
     attend = torch.compiler.disable(_run) if torch.compiler.is_compiling() else _run
     wide: AbstractContextManager[Any] = nullcontext()
     if call.is_autocast:
@@ -39,6 +38,22 @@ def run(method: SparseMethod, call: Call, form: str | None = None) -> Result:
     with wide:
         result: Result = attend(method, call, form in ("dense", "chunked"))
         return result._replace(output=call.unfolded(result.output))
+
+
+def _check_lengths(method: SparseMethod, call: Call) -> None:
+    """Raise ValueError if queries have no place among the keys, or need keys that a state does not hold."""
+    n, m = call.layout.queries, call.layout.keys
+    if isinstance(method, BlockSparse):
+        if call.is_stateful:
+            raise ValueError("state: BlockSparse describes a whole sequence and has no state; expected none")
+    elif isinstance(method, Window) and method.size is not None:
+        if n != m and not call.is_causal:
+            raise ValueError(
+                f"key: a window on both sides compares positions; expected {n} keys, as many as queries, got {m}. For "
+                'cross-attention, use method="exact".'
+            )
+        if call.state is not None and call.state.length and n > m:
+            raise ValueError(f"query: with a state, expected at most {m} queries, one per new key, got {n}")
 
 
 def _run(method: SparseMethod, call: Call, by_torch: bool) -> Result:

@@ -17,7 +17,7 @@ from subquad._engines.sparse.by_torch import attend_by_torch
 from subquad._engines.sparse.native_call import native_call
 from subquad._engines.sparse.pattern import Pattern
 from subquad._torch_internals import is_batched
-from subquad.native.calls import POISONED, check_result, strided
+from subquad.native.calls import POISONED, address, check_result, strided
 from subquad.native.loader import FOUND
 
 
@@ -54,37 +54,51 @@ class _Differentiable(torch.autograd.Function):
         softcap: float | None,
     ) -> Tensor:  # fmt: skip
         output, level, finite = _forward(q, k, v, sinks, pattern, scale, softcap)
-        ctx.pattern, ctx.scale, ctx.softcap = pattern, scale, softcap
-        ctx.save_for_backward(q, k, v, sinks, output if finite is None else finite, level)
+        ctx.pattern, ctx.scale, ctx.softcap = pattern._replace(keep=None, layout=None), scale, softcap
+        ctx.save_for_backward(q, k, v, sinks, output if finite is None else finite, level, pattern.keep, pattern.layout)
+        ctx.poisoned = output.isnan().any(-1) if finite is not None else None
         return output
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        q, k, v, sinks, output, level = ctx.saved_tensors
+        q, k, v, sinks, output, level, keep, layout = ctx.saved_tensors
+        pattern = ctx.pattern._replace(keep=keep, layout=layout)
         if torch.is_grad_enabled() or is_batched(grad):  # This is differentiated again, or for many gradients.
-            return (*_gradients_by_torch(ctx, grad), None, None, None)
-        wide = output.dtype
-        delta = torch.empty_like(level)
-        grads = [torch.empty(x.shape, dtype=wide) for x in (q, k, v)]
-        call, _alive = native_call(q, k, v, ctx.pattern, ctx.scale, ctx.softcap, sinks, (output, level, delta))
+            return (*_gradients_by_torch(ctx, pattern, grad), None, None, None)
+        wide, needs = output.dtype, ctx.needs_input_grad
         grad = grad if grad.dtype == wide else grad.to(wide)
+        if ctx.poisoned is not None:  # A row that is NaN passes nothing on.
+            grad = grad.masked_fill(ctx.poisoned[..., None], 0.0)
+        delta = torch.empty_like(level)
+        own_q = torch.empty(q.shape, dtype=wide) if needs[0] else None
+        own_k, own_v = (torch.empty(x.shape, dtype=wide) if needs[1] or needs[2] else None for x in (k, v))
+        call, _alive = native_call(q, k, v, pattern, ctx.scale, ctx.softcap, sinks, (output, level, delta))
         call.output_grad, call.delta = strided(grad), delta.data_ptr()
-        call.q_grad, call.k_grad, call.v_grad = (x.data_ptr() for x in grads)
+        call.q_grad, call.k_grad, call.v_grad = address(own_q), address(own_k), address(own_v)
         assert FOUND.library is not None
         check_result(FOUND.library.sparse_backward(ctypes.byref(call)))
+        found = [_of(x, own, ctx.poisoned is not None) for x, own in ((q, own_q), (k, own_k), (v, own_v))]
         sink_grad = None
-        if sinks is not None and ctx.needs_input_grad[3]:
+        if sinks is not None and needs[3]:
             sink_grad = -((sinks[..., None] - level).exp() * delta).sum(-1)
-        return *(x.to(q.dtype) for x in grads), sink_grad, None, None, None
+        return *found, sink_grad, None, None, None
 
 
-def _gradients_by_torch(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _of(x: Tensor, grad: Tensor | None, is_poisoned: bool) -> Tensor | None:
+    """Return the gradient in the dtype of x, and 0 for numbers that were replaced because they are not finite."""
+    if grad is None:
+        return None
+    grad = torch.where(x.isfinite(), grad, 0.0) if is_poisoned else grad
+    return grad if grad.dtype == x.dtype else grad.to(x.dtype)
+
+
+def _gradients_by_torch(ctx: Any, pattern: Pattern, grad: Tensor) -> tuple[Tensor | None, ...]:
     """Return the gradients of queries, keys, values and sinks by torch's operations, which can be differentiated."""
     q, k, v, sinks = ctx.saved_tensors[:4]
     given = [x for x in (q, k, v, sinks) if x is not None]
     with torch.enable_grad():
         own = [x if x.requires_grad else x.detach().requires_grad_() for x in given]
         wide = [widen(x) for x in own]
-        again = attend_by_torch(wide[0] * ctx.scale, wide[1], wide[2], ctx.pattern, ctx.softcap, (*wide, None)[3])
+        again = attend_by_torch(wide[0] * ctx.scale, wide[1], wide[2], pattern, ctx.softcap, (*wide, None)[3])
     found = torch.autograd.grad(again, own, grad, create_graph=torch.is_grad_enabled())
     return (*found, None)[:4]

@@ -3,9 +3,9 @@
     sinks    the first `sinks` visible keys, with their places in the sequence
     tail     the last keys, at least size - 1 of them, hidden ones included
 
-Both lie in one buffer, sinks first, with room for more keys behind the tail, into which later calls write. Whoever
-continues a state second finds the room taken and gets a copy, so a state is a value. A full buffer is replaced by one
-with the keys that are still needed.
+Both lie in one buffer, sinks first, with room for more keys behind the tail, into which later calls write. A second
+call that continues the same state finds the room taken and makes a copy, so a state is a value. A full buffer is
+replaced by one with the keys that are still needed.
 
 Axes: b batch and key heads, t keys of the tail, s sinks, m new keys, d width, e value width.
 """
@@ -124,6 +124,8 @@ def _sinks(
         old = before.parts[2].reshape(layout.rows, -1)
         seen, places = prefix.followed_by(seen), torch.cat([old, places], 1)
     count = min(method.sinks, places.shape[1])
+    if count == 0:
+        return seen.keys[:, :0], seen.values[:, :0], places[:, :0]
     shown = seen.shown()
     chosen = (~shown).int().argsort(dim=1, stable=True)[:, :count]  # visible keys first, in their order
     found = torch.where(shown.gather(1, chosen), places.gather(1, chosen), -1)
@@ -153,11 +155,16 @@ def grown(state: State, layout: Layout, new: Tokens) -> State | None:
         return None
     buffers: Buffers = permit.prepared
     tail = state.keys.shape[-2]
-    if tail + count > buffers.room or not permit.claim(state.length, count):
+    if tail + count > buffers.room or not may_write(buffers) or not permit.claim(state.length, count):
         return None
     part = slice(buffers.front + tail, buffers.front + tail + count)
     buffers.keys[:, part], buffers.values[:, part] = new.keys, new.values
     return longer(state, layout, count)
+
+
+def may_write(buffers: Buffers) -> bool:
+    """Return whether torch lets this call write into buffers that may have been made in inference mode."""
+    return torch.is_inference_mode_enabled() or not buffers.keys.is_inference()
 
 
 def longer(state: State, layout: Layout, count: int) -> State:

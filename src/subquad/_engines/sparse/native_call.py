@@ -51,7 +51,8 @@ def native_call(
     call = SparseCall(
         q.dtype == torch.float64, torch.get_num_threads(), b, key_heads, g, n, k.shape[1], d, v.shape[2],
         0 if keep is None else keep.stride(0), 4 * n if len(bounds) > 1 else 0, heads, rows, columns,
-        pattern.query_block, pattern.key_block, scale, softcap or 0.0, strided(q), strided(k), strided(v), address(keep), address(bounds), address(layout),
+        pattern.query_block, pattern.key_block, scale, softcap or 0.0, strided(q), strided(k), strided(v),
+        address(keep), address(bounds), address(layout),
         address(own_sinks), *(x.data_ptr() for x in results),
     )  # fmt: skip
     return call, (bounds, keep, layout, own_sinks)

@@ -1,15 +1,14 @@
 """Decoding with a window: one more token, written into the room of the state and computed by one call of the kernel."""
 
 import ctypes
-from math import sqrt
 
 import torch
 from torch import Tensor
 
 from subquad._calls.call import Call
 from subquad._calls.layout import Layout
-from subquad._calls.state import State, WritePermit
-from subquad._engines.sparse.memory import Buffers, held, longer
+from subquad._calls.state import State, WritePermit, check_state
+from subquad._engines.sparse.memory import Buffers, held, longer, may_write
 from subquad._engines.sparse.native_call import is_served, native_call
 from subquad._engines.sparse.pattern import Pattern
 from subquad.methods.window import Window
@@ -58,7 +57,6 @@ class WindowSteps:
         place = buffers.front + tail
         buffers.keys[:, place].copy_(key.reshape(len(buffers.keys), -1))
         buffers.values[:, place].copy_(value.reshape(len(buffers.keys), -1))
-        self._count += 1
         query = query.contiguous()
         output = query.new_empty((*query.shape[:-1], value.shape[-1]))
         call = self._call
@@ -67,6 +65,7 @@ class WindowSteps:
         self._places[1], self._places[2], self._places[3] = min(self._sinks_end, near), near, place + 1
         code = self._run(self._address)
         check_result(code)
+        self._count += 1
         if code == POISONED:
             output.masked_fill_(self._rows[1].reshape(query.shape[:-1])[..., None].isnan(), float("nan"))
         return output
@@ -79,10 +78,13 @@ def prepared(state: State, scale: float | None, query: Tensor, key: Tensor, valu
         return None
     if state.length < method.sinks or (state.keep is not None and method.sinks) or state.segment is not None:
         return None
-    call = Call.of(query, key, value, is_causal=True, enable_gqa=True, state=state, return_state=True)
-    if call.layout.queries != 1 or call.layout.keys != 1 or query.dtype not in (torch.float32, torch.float64):
+    call = Call.of(query, key, value, is_causal=True, scale=scale, enable_gqa=True, state=state, return_state=True)
+    check_state(state, method, call.layout, False, key.dtype)
+    layout, wide = call.layout, (torch.float32, torch.float64)
+    lead = (*layout.batch, layout.key_heads)
+    fits = query.shape[:-2] == (*layout.batch, layout.key_heads * layout.group) and key.shape[:-2] == lead
+    if not fits or value.shape[:-2] != lead or layout.queries != 1 or layout.keys != 1 or query.dtype not in wide:
         return None
-    if not is_served(*call.folded(), method.sink_logits):
+    if not may_write(permit.prepared) or not is_served(*call.folded(), method.sink_logits):
         return None
-    scale = 1 / sqrt(max(1, key.shape[-1])) if scale is None else scale
-    return WindowSteps(method, state, call.layout, scale, query.contiguous())
+    return WindowSteps(method, state, layout, call.logit_scale, query.contiguous())

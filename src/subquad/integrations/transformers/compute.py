@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from subquad.integrations.transformers.cache import StateLayer
 from subquad.integrations.transformers.layers import keeps_state
 from subquad.integrations.transformers.mask import Mask, Seen, shown_pairs, visible_keys
+from subquad.methods import BlockSparse
 from subquad.nn.binding import quiet_attention
 
 
@@ -73,6 +74,8 @@ def attend_to_seen(query: Tensor, key: Tensor, value: Tensor, seen: Seen, **opti
     if state_layer is not None:
         return state_layer.attend(query, key, value, **options)
     before = max(0, m - n) if seen.is_causal else 0  # The queries are the last of the positions.
+    if before and isinstance(options["method"], BlockSparse):
+        raise ValueError("past_key_values: BlockSparse describes a whole sequence; pass use_cache=False")
     output: Tensor
     has_head_masks = seen.keys is not None and seen.keys.shape[1] > 1
     is_recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))

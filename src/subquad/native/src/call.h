@@ -118,15 +118,15 @@ struct SubquadSparse {
   int64_t layout_heads, query_blocks, key_blocks, query_block, key_block;  // of the layout
   double scale, softcap;                                                   // softcap 0: none
   SubquadTensor q, k, v;
-  const uint8_t* keep;        // (b, m), or null: no key is hidden
-  const int32_t* bounds;      // (b, 4, n): first, first_end, near, near_end
-  const uint8_t* layout;      // (layout_heads, query_blocks, key_blocks), or null
-  const void* sinks;          // (key_heads * group), or null: logits of the learned sinks
-  void *output, *level;       // (b, g, n, e) and (b, g, n): the logarithm of the sum of the weights
-  void* poison;               // (b, g, n), 0 or NaN; the output is finite
-  SubquadTensor output_grad;  // from here on only for the backward pass
-  void* delta;                // (b, g, n), working memory
-  void *q_grad, *k_grad, *v_grad;
+  const uint8_t* keep;             // (b, m), or null: no key is hidden
+  const int32_t* bounds;           // (b, 4, n): first, first_end, near, near_end
+  const uint8_t* layout;           // (layout_heads, query_blocks, key_blocks), or null
+  const void* sinks;               // (key_heads * group), or null: logits of the learned sinks
+  void *output, *level;            // (b, g, n, e) and (b, g, n): the logarithm of the sum of the weights
+  void* poison;                    // (b, g, n), 0 or NaN; the output is finite
+  SubquadTensor output_grad;       // from here on only for the backward pass
+  void* delta;                     // (b, g, n), working memory
+  void *q_grad, *k_grad, *v_grad;  // the first, or the other two, may be null
 };
 
 #define SUBQUAD_PUBLIC __attribute__((visibility("default")))

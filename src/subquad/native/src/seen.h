@@ -7,6 +7,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <vector>
 
 #include "buffer.h"
@@ -23,6 +24,12 @@ struct Range {
     return other.is_empty() ? *this : Range{std::min(from, other.from), std::max(to, other.to)};
   }
   Range inside(Range other) const { return {std::max(from, other.from), std::min(to, other.to)}; }
+};
+
+// The keys that some rows see: two hulls, because first and near keys may lie far apart.
+struct Hulls {
+  Range first{0, 0}, near{0, 0};
+  bool meet(Range keys) const { return !first.inside(keys).is_empty() || !near.inside(keys).is_empty(); }
 };
 
 inline Size panel_floor(Size x) { return x / PANEL * PANEL; }
@@ -50,6 +57,15 @@ class Seen {
   Range first_of(Size i) const { return {first[i], first_end[i]}; }
   Range near_of(Size i) const { return {near[i], near_end[i]}; }
 
+  Hulls hulls_of(Size from, Size to) const {
+    Hulls found;
+    for (Size i = from; i < to; ++i) {
+      found.first = found.first.with(first_of(i));
+      found.near = found.near.with(near_of(i));
+    }
+    return found;
+  }
+
   // The hull of the keys inside `keys` that rows [from, to) see, blocks aside.
   Range hull(Size from, Size to, Range keys) const {
     Range found{0, 0};
@@ -59,14 +75,10 @@ class Seen {
 
   // Ranges of keys, in order, that hold all that rows [from, to) see; the rows belong to one block.
   void find_keys(Size from, Size to, std::vector<Range>& found) const {
-    Range hulls[2] = {{0, 0}, {0, 0}};
-    for (Size i = from; i < to; ++i) {
-      hulls[0] = hulls[0].with(first_of(i));
-      hulls[1] = hulls[1].with(near_of(i));
-    }
-    if (hulls[1].from <= hulls[0].to) hulls[0] = hulls[0].with(hulls[1]), hulls[1] = {0, 0};
+    Hulls all = hulls_of(from, to);
+    if (all.near.from <= all.first.to) all = {{0, 0}, all.first.with(all.near)};
     found.clear();
-    for (const Range& hull : hulls) {
+    for (const Range& hull : {all.first, all.near}) {
       if (!blocks) {
         append(found, hull);
         continue;
@@ -78,13 +90,13 @@ class Seen {
   }
 
   // Ranges of rows, in order, that hold all that see keys [from, to); the keys belong to one block.
-  void find_rows(Size from, Size to, std::vector<Range>& found) const {
+  void find_rows(Size from, Size to, std::vector<Range>& found) {
     found.clear();
-    const Size step = blocks ? call.query_block : TILE;
-    for (Size i = 0; i < call.queries; i += step) {
-      if (blocks && !blocks[i / step * call.key_blocks + from / call.key_block]) continue;
-      const Range rows{i, std::min<Size>(i + step, call.queries)};
-      if (!hull(rows.from, rows.to, {from, to}).is_empty()) append(found, rows);
+    const Size step = call.layout ? call.query_block : TILE;
+    describe_tiles(step);
+    for (Size tile = 0; tile < Size(hulls.size()); ++tile) {
+      if (blocks && !blocks[tile * call.key_blocks + from / call.key_block]) continue;
+      if (hulls[tile].meet({from, to})) append(found, {tile * step, std::min<Size>((tile + 1) * step, call.queries)});
     }
   }
 
@@ -103,6 +115,16 @@ class Seen {
   const SubquadSparse& call;
   const int32_t *first = nullptr, *first_end = nullptr, *near = nullptr, *near_end = nullptr;
   const uint8_t* blocks = nullptr;
+  const int32_t* described = nullptr;  // the bounds whose hulls these are
+  std::vector<Hulls> hulls;            // of each tile of rows
+
+  // Find the hulls of all tiles of `step` rows, once for all heads with the same bounds.
+  void describe_tiles(Size step) {
+    if (described == first) return;
+    described = first;
+    hulls.clear();
+    for (Size i = 0; i < call.queries; i += step) hulls.push_back(hulls_of(i, std::min<Size>(i + step, call.queries)));
+  }
 
   static void append(std::vector<Range>& found, Range range) {
     if (range.is_empty()) return;
@@ -117,7 +139,7 @@ class Seen {
   }
 };
 
-// Tokens of a tensor as rows and as panels (width, 16), from a multiple of 16 on. Numbers that are not finite are 0.
+// Tokens of a tensor as rows and as panels (width, 16), from a multiple of 16 on.
 template <class T> class PackedTokens {
  public:
   PackedTokens(Size width, Size capacity)
@@ -125,13 +147,14 @@ template <class T> class PackedTokens {
 
   const Size width, row;
 
-  // Read tokens from[, to) of `count` tokens, and those beside them in their panels. Tokens after the last one are 0.
-  void read(const SubquadTensor& tensor, Size b, Size g, Range tokens, Size count, T scale) {
+  // Read these of `count` tokens, and those beside them in their panels. Tokens after the last one are 0, and so are
+  // numbers that are not finite, unless they are gradients.
+  void read(const SubquadTensor& tensor, Size b, Size g, Range tokens, Size count, T scale, bool is_gradient = false) {
     base = panel_floor(tokens.from);
     const Size size = panel_ceil(tokens.to) - base, given = std::min(size, count - base);
     read_rows<T>(tensor, b, g, base, given, width, scale, rows, row);
     std::fill(rows + given * row, rows + size * row, T(0));
-    is_poisoned = !is_finite(rows, given * row);
+    is_poisoned = !is_gradient && !is_finite(rows, given * row);
     if (is_poisoned) {
       std::fill(poison + 0, poison + size, T(0));
       clean<T>(rows, row, given, width, poison);
@@ -158,7 +181,6 @@ template <class T> class PackedTokens {
   }
 };
 
-// y = softcap tanh(x / softcap)
 inline vec<float> tanh(vec<float> y) {
   const vec<float> square = y * y, limited = y > 20.0f ? all(20.0f) : y < -20.0f ? all(-20.0f) : y;
   vec<float> series = all(62.0f / 2835);
@@ -175,6 +197,7 @@ inline vec<double> tanh(vec<double> y) {
   return y;
 }
 
+// y = softcap tanh(x / softcap)
 template <class T> void cap_logits(T* logits, Size size, T softcap) {
   for (Size j = 0; j < size; j += lanes<T>) store(logits + j, softcap * tanh(load(logits + j) / softcap));
 }

@@ -8,6 +8,7 @@
 #pragma once
 
 #include <atomic>
+#include <cmath>
 #include <vector>
 
 #include "buffer.h"
@@ -18,7 +19,7 @@
 namespace subquad::SUBQUAD_ISA {
 
 constexpr Size STRIP = 512;   // keys
-constexpr Size FEW_ROWS = 4;  // of a tile that is computed without panels
+constexpr Size FEW_ROWS = 4;  // of a call that is computed without panels
 
 struct SparseTask {
   Size b, g, from, to;  // tokens [from, to) of a head
@@ -46,12 +47,26 @@ template <class Body> void for_each_strip(const std::vector<Range>& ranges, Body
     }
 }
 
+// The tokens that a strip, or a tile, of at most `count` tokens can hold; a tile may begin inside a panel.
+inline Size strip_size(Size count) { return std::min(STRIP, panel_ceil(count)); }
+inline Size tile_size(Size count) { return std::min(Seen::TILE, count) + PANEL; }
+
+inline bool is_hidden(const SubquadSparse& call, Size b, Size j) {
+  return call.keep && !call.keep[b * call.keep_batch + j];
+}
+
+// Set the logits of hidden keys to -infinity, whatever they are.
+template <class T> void hide_keys(const SubquadSparse& call, Size b, Size begin, Size end, T* logits) {
+  for (Size j = begin; call.keep && j < std::min<Size>(end, call.keys); ++j)
+    if (is_hidden(call, b, j)) logits[j - begin] = -INFINITY;
+}
+
 template <class T> class SparseForward {
  public:
   explicit SparseForward(const SubquadSparse& call)
-      : call(call), seen(call), keys(call.width, STRIP), values(call.values, STRIP),
-        queries(call.width, rows_of_tile()), answers(Seen::TILE * values.row), logits(ROWS_PER_BLOCK * STRIP),
-        totals(Seen::TILE * PANEL), bias(STRIP) {}
+      : call(call), seen(call), keys(call.width, strip_size(call.keys)), values(call.values, strip_size(call.keys)),
+        queries(call.width, tile_size(call.queries)), answers(tile_size(call.queries) * values.row),
+        logits(ROWS_PER_BLOCK * STRIP), totals(tile_size(call.queries) * PANEL) {}
 
   void operator()(const SparseTask& given) {
     task = given;
@@ -71,12 +86,9 @@ template <class T> class SparseForward {
   SparseTask task{};
   Seen seen;
   PackedTokens<T> keys, values, queries;
-  Buffer<T> answers, logits, totals, bias;  // bias: 0, or -infinity for hidden keys
-  bool has_hidden = false;
+  Buffer<T> answers, logits, totals;
   T level[Seen::TILE], poison[Seen::TILE];
   std::vector<Range> ranges;
-
-  static Size rows_of_tile() { return Seen::TILE + PANEL; }  // A tile may begin inside a panel.
 
   void start() {
     const Size rows = task.to - task.from;
@@ -86,7 +98,7 @@ template <class T> class SparseForward {
     std::fill(totals + 0, totals + rows * PANEL, T(0));
     for (Size r = 0; r < rows; ++r) {
       level[r] = sinks ? sinks[head] : T(-INFINITY);
-      totals[r * PANEL] = sinks ? T(1) : T(0);
+      totals[r * PANEL] = level[r] > T(-INFINITY) ? T(1) : T(0);
       poison[r] = queries.poison_of(task.from + r);
     }
   }
@@ -95,10 +107,6 @@ template <class T> class SparseForward {
     keys.read(call.k, task.b, 0, range, call.keys, T(1));
     if (!has_few_rows()) keys.pack();
     values.read(call.v, task.b, 0, range, call.keys, T(1));
-    has_hidden = call.keep != nullptr;
-    const Size base = panel_floor(range.from), end = std::min<Size>(panel_ceil(range.to), call.keys);
-    for (Size j = base; has_hidden && j < end; ++j)
-      bias[j - base] = call.keep[task.b * call.keep_batch + j] ? T(0) : T(-INFINITY);
   }
 
   // Add the keys of a strip to rows [from, to).
@@ -117,8 +125,8 @@ template <class T> class SparseForward {
       T* x = logits + r * STRIP;
       if (call.softcap > 0) cap_logits<T>(x, columns, T(call.softcap));
       seen.hide(from + r, begin, end, range, x);
-      if (has_hidden) hide_keys(x, begin - panel_floor(range.from), std::min<Size>(end, call.keys) - begin);
-      if (keys.is_poisoned || values.is_poisoned) find_poison(from + r, x, begin, std::min<Size>(end, call.keys));
+      hide_keys<T>(call, task.b, begin, end, x);
+      if (keys.is_poisoned || values.is_poisoned) find_poison(from + r, hull);
       weigh(from + r - task.from, x, columns);
     }
     add_product<T>(count, values.row, columns, {logits, STRIP, 1}, values.row_of(begin), values.row,
@@ -126,7 +134,7 @@ template <class T> class SparseForward {
   }
 
   // A decoding step has too few rows to pay for the panels of its keys.
-  bool has_few_rows() const { return task.to - task.from < FEW_ROWS; }
+  bool has_few_rows() const { return call.queries < FEW_ROWS; }
 
   void row_logits(const T* query, const T* rows, Size count, T* to) const {
     for (Size j = 0; j < count; ++j) {
@@ -136,13 +144,10 @@ template <class T> class SparseForward {
     }
   }
 
-  void hide_keys(T* x, Size from, Size count) const {
-    for (Size j = 0; j < count; ++j) x[j] += bias[from + j];
-  }
-
-  void find_poison(Size i, const T* x, Size begin, Size end) {
-    for (Size j = begin; j < end; ++j)
-      if (x[j - begin] != T(-INFINITY)) poison[i - task.from] += keys.poison_of(j) + values.poison_of(j);
+  void find_poison(Size i, Range keys_seen) {
+    for (Size j = keys_seen.from; j < keys_seen.to; ++j)
+      if (seen.sees(i, j) && !is_hidden(call, task.b, j))
+        poison[i - task.from] += keys.poison_of(j) + values.poison_of(j);
   }
 
   // Replace the logits of row r by weights relative to its level, which rises if need be.

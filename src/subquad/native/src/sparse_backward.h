@@ -8,6 +8,9 @@
 // 1 - (x / softcap)^2.
 #pragma once
 
+#include <cmath>
+#include <numeric>
+
 #include "sparse.h"
 
 namespace subquad::SUBQUAD_ISA {
@@ -17,12 +20,15 @@ template <class T> vec<T> slope_of_cap(vec<T> capped, T softcap) {
   return T(1) - t * t;
 }
 
+// exp(x - level), and 0 for a pair that is not seen, whatever the level is.
+template <class T> vec<T> weight(vec<T> x, vec<T> level) { return x > T(-INFINITY) ? exp(x - level) : vec<T>{}; }
+
 // The pass by queries; it also writes delta_i = do_i.out_i for the other one.
 template <class T> class SparseQueryGradient {
  public:
   explicit SparseQueryGradient(const SubquadSparse& call)
-      : call(call), seen(call), keys(call.width, STRIP), values(call.values, STRIP),
-        queries(call.width, Seen::TILE + PANEL), grads(call.values, Seen::TILE + PANEL),
+      : call(call), seen(call), keys(call.width, strip_size(call.keys)), values(call.values, strip_size(call.keys)),
+        queries(call.width, tile_size(call.queries)), grads(call.values, tile_size(call.queries)),
         weights(ROWS_PER_BLOCK * STRIP), slopes(ROWS_PER_BLOCK * STRIP), moves(Seen::TILE * keys.row) {}
 
   void operator()(const SparseTask& given) {
@@ -30,9 +36,10 @@ template <class T> class SparseQueryGradient {
     seen.look_at(task.b, task.g);
     const Range rows{task.from, task.to};
     queries.read(call.q, task.b, task.g, rows, call.queries, T(call.scale));
-    grads.read(call.output_grad, task.b, task.g, rows, call.queries, T(1));
+    grads.read(call.output_grad, task.b, task.g, rows, call.queries, T(1), true);
     first = (task.b * call.group + task.g) * call.queries;
     find_deltas();
+    if (!call.q_grad) return;
     std::fill(moves + 0, moves + (task.to - task.from) * keys.row, T(0));
     seen.find_keys(task.from, task.to, ranges);
     for_each_strip(ranges, [&](Range range) {
@@ -90,9 +97,11 @@ template <class T> class SparseQueryGradient {
       for (Size j = 0; j < end - begin; j += lanes<T>) store(slope + j, load(slope + j) - delta);
     }
     seen.hide(i, begin, end, range, x);
-    for (Size j = begin; call.keep && j < std::min<Size>(end, call.keys); ++j)
-      if (!call.keep[task.b * call.keep_batch + j]) x[j - begin] = -INFINITY;
-    for (Size j = 0; j < end - begin; j += lanes<T>) store(slope + j, load(slope + j) * exp(load(x + j) - level));
+    hide_keys<T>(call, task.b, begin, end, x);
+    for (Size j = 0; j < end - begin; j += lanes<T>) {
+      const vec<T> p = weight<T>(load(x + j), all<T>(level));
+      store(slope + j, p == T(0) ? vec<T>{} : p * load(slope + j));
+    }
   }
 };
 
@@ -100,10 +109,10 @@ template <class T> class SparseQueryGradient {
 template <class T> class SparseKeyGradient {
  public:
   explicit SparseKeyGradient(const SubquadSparse& call)
-      : call(call), seen(call), keys(call.width, Seen::TILE + PANEL), values(call.values, Seen::TILE + PANEL),
-        queries(call.width, STRIP), grads(call.values, STRIP), weights(ROWS_PER_BLOCK * STRIP),
-        slopes(ROWS_PER_BLOCK * STRIP), key_moves(Seen::TILE * keys.row), value_moves(Seen::TILE * values.row),
-        levels(STRIP), deltas(STRIP) {}
+      : call(call), seen(call), keys(call.width, tile_size(call.keys)), values(call.values, tile_size(call.keys)),
+        queries(call.width, strip_size(call.queries)), grads(call.values, strip_size(call.queries)),
+        weights(ROWS_PER_BLOCK * STRIP), slopes(ROWS_PER_BLOCK * STRIP), key_moves(Seen::TILE * keys.row),
+        value_moves(Seen::TILE * values.row), levels(STRIP), deltas(STRIP) {}
 
   void operator()(const SparseTask& given) {
     task = given;
@@ -134,38 +143,35 @@ template <class T> class SparseKeyGradient {
   std::vector<Range> ranges;
 
   struct PanelBounds {
-    Range hull;    // keys that some query of the panel sees
-    Range common;  // keys near all of its queries
+    Hulls hulls;   // keys that some query of the panel sees
+    Range common;  // keys near all 16 queries
   };
   PanelBounds bounds[STRIP / PANEL];
 
   void read_queries(Size g, Range range) {
     queries.read(call.q, task.b, g, range, call.queries, T(call.scale));
     queries.pack();
-    grads.read(call.output_grad, task.b, g, range, call.queries, T(1));
+    grads.read(call.output_grad, task.b, g, range, call.queries, T(1), true);
     grads.pack();
     const Size first = (task.b * call.group + g) * call.queries, base = panel_floor(range.from);
     for (Size begin = base; begin < panel_ceil(range.to); begin += PANEL) {
-      PanelBounds& own = bounds[(begin - base) / PANEL] = {{0, 0}, {0, call.keys}};
+      PanelBounds& own = bounds[(begin - base) / PANEL] = {{}, {0, call.keys}};
       for (Size i = begin; i < begin + PANEL; ++i) {
         const bool is_query = i >= range.from && i < range.to;  // Others have no weight.
         levels[i - base] = is_query ? static_cast<const T*>(call.level)[first + i] : T(INFINITY);
         deltas[i - base] = is_query ? static_cast<const T*>(call.delta)[first + i] : T(0);
-        if (!is_query) continue;
-        own.hull = own.hull.with(seen.first_of(i)).with(seen.near_of(i));
-        own.common = own.common.inside(seen.near_of(i));
+        own.common = own.common.inside(is_query ? seen.near_of(i) : Range{0, 0});
       }
+      own.hulls = seen.hulls_of(std::max(begin, range.from), std::min(begin + PANEL, range.to));
     }
   }
-
-  bool is_hidden(Size j) const { return call.keep && !call.keep[task.b * call.keep_batch + j]; }
 
   // Add the queries of a strip to keys [from, to).
   void meet(Size from, Size to, Range range) {
     const Size base = panel_floor(range.from), panels = (panel_ceil(range.to) - base) / PANEL, count = to - from;
     Size first = 0, last = panels;
-    while (first < last && bounds[first].hull.inside({from, to}).is_empty()) ++first;
-    while (first < last && bounds[last - 1].hull.inside({from, to}).is_empty()) --last;
+    while (first < last && !bounds[first].hulls.meet({from, to})) ++first;
+    while (first < last && !bounds[last - 1].hulls.meet({from, to})) --last;
     if (first == last) return;
     const Size begin = base + first * PANEL, columns = (last - first) * PANEL;
     panel_logits<T>(count, last - first, call.width, keys.row_of(from), keys.row, queries.panel_of(begin),
@@ -175,7 +181,7 @@ template <class T> class SparseKeyGradient {
     for (Size r = 0; r < count; ++r) {
       T *x = weights + r * STRIP, *slope = slopes + r * STRIP;
       if (call.softcap > 0) cap_logits<T>(x, columns, T(call.softcap));
-      if (is_hidden(from + r)) {
+      if (is_hidden(call, task.b, from + r)) {
         std::fill(x, x + columns, T(0));
         std::fill(slope, slope + columns, T(0));
         continue;
@@ -196,11 +202,11 @@ template <class T> class SparseKeyGradient {
       for (Size i = 0; i < PANEL; ++i)
         if (begin + i >= range.to || begin + i < range.from || !seen.sees(begin + i, j)) x[i] = -INFINITY;
     for (Size i = 0; i < PANEL; i += lanes<T>) {
-      const vec<T> logits = load(x + i), p = exp(logits - load(levels + place + i));
+      const vec<T> logits = load(x + i), p = weight<T>(logits, load(levels + place + i));
       vec<T> s = load(slope + i) - load(deltas + place + i);
       if (call.softcap > 0) s *= slope_of_cap<T>(logits, T(call.softcap));
       store(x + i, p);
-      store(slope + i, p > T(0) ? p * s : vec<T>{});
+      store(slope + i, p == T(0) ? vec<T>{} : p * s);
     }
   }
 
@@ -212,7 +218,7 @@ template <class T> class SparseKeyGradient {
 
 template <class T> bool sparse_backward(const SubquadSparse& call) {
   return share_tasks<SparseQueryGradient<T>>(call, sparse_tasks(call, call.group, call.queries, call.query_block)) &&
-         share_tasks<SparseKeyGradient<T>>(call, sparse_tasks(call, 1, call.keys, call.key_block));
+         (!call.k_grad || share_tasks<SparseKeyGradient<T>>(call, sparse_tasks(call, 1, call.keys, call.key_block)));
 }
 
 }  // namespace subquad::SUBQUAD_ISA
