@@ -14,7 +14,7 @@ COEFFICIENTS = {
     "fused": [3e-5, 1.2e-11, 2e-11, 1.2e-11, 1e-9],
     "chunked": [3e-4, 1e-5, 2e-11, 1.2e-11, 2e-10, 1.2e-11, 2e-10, 1e-9],
 }
-MULTIPOLE = [2e-3, 1.2e-11, 1e-6, 1e-11, 1e-9]
+BY_FAMILY = {"multipole": [2e-3, 1.2e-11, 1e-6, 1e-11, 1e-9], "sparse": [5e-5, 1e-11, 5e-10, 5e-12, 1e-7]}
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -34,7 +34,7 @@ def calibrated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
             patch.setattr(native, "available", lambda answer=with_kernels: answer)
             found = {}
             for method, form, shape in grid():
-                row = MULTIPOLE if family(method) == "multipole" else COEFFICIENTS[form]
+                row = BY_FAMILY.get(family(method)) or COEFFICIENTS[form]
                 found[name_of(method, form, shape)] = [c * (3 if shape.training else 1) for c in row]
             for threads in {1, torch.get_num_threads()}:
                 of = machine(torch.device("cpu"), torch.float32) | {"threads": threads}

@@ -100,7 +100,7 @@ def bench(
 
     Args:
         methods: What to time, with commas between: taylor:DEGREE, random:FEATURES, linear:ACTIVATION, separable,
-            multipole:TOP, exact.
+            window:SIZE, multipole:TOP, exact.
         lengths: Sequence lengths, with commas between.
         heads: Number of heads.
         head_dim: Width of a head.

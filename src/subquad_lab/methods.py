@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from subquad.methods import BUILT_IN
+from subquad.methods import BUILT_IN, FeatureMethod
 from subquad_lab import UsageError
 
 METHODS: dict[str, Any] = {kind.name: kind for kind in BUILT_IN}
@@ -34,6 +34,6 @@ def parse_method(spec: str, option: str = "--method") -> Any:
 def refuse_many_features(spec: str, width: int) -> None:
     """A method for heads of a width, before its features fill the memory."""
     method = parse_method(spec)
-    size = method.size(width) if hasattr(method, "size") else 0
+    size = method.size(width) if isinstance(method, FeatureMethod) else 0
     if size > MOST_FEATURES:
         raise UsageError(f"method: {spec} has {size:,} features at width {width}; expected at most {MOST_FEATURES:,}")

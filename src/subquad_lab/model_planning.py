@@ -43,7 +43,8 @@ COLUMNS = ("layer", "logits", "approximation", "error", "keeps it", "heads that 
 NOTE = """\
 logits: scaled, on sampled rows. error: |out - exact| / |exact| on this text; above 1, zeros would be a better answer.
 keeps it: the quickest one whose error, times a margin of {margin:g}, is within {max_error:g}; if none is, the nearest.
-{names}: predicted speed of the layer's attention against exact attention, if longer texts have logits like these."""
+{names}: predicted speed of the layer's attention against exact attention, if longer texts have logits like these. A
+window sees a smaller part of a longer text: measure it there too."""
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from subquad import Auto, Exact, MultiheadAttention, RandomFeatures, Taylor, attention, measure_error
+from subquad import Auto, Exact, MultiheadAttention, RandomFeatures, Taylor, Window, attention, measure_error, native
 from subquad._calls.call import Call
 from subquad.planning import auto as module
 from subquad.planning.auto import _taylor_bound
@@ -32,6 +32,11 @@ def drawn(seed: int, n: int, d: int, scale: float, kind: str) -> list[torch.Tens
         q[:, :, 50::100] = 3 * torch.nn.functional.normalize(k[:, :, 5:6], dim=-1)
     elif kind == "clusters":
         q = q * 0.1 + torch.randn(1, 2, 4, d, generator=generator)[:, :, torch.randint(4, (n,), generator=generator)]
+    elif kind == "near":  # Logits fall with the cosine of the distance between two places; `scale` is the reach.
+        angle = math.pi / n * torch.arange(n)
+        q, k = q * 0, 0.01 * k
+        k[..., :2] = q[..., :2] = torch.stack([angle.cos(), angle.sin()], -1)
+        q = q * (d**0.5 / (scale * angle[20]) ** 2)
     return [q, k, v]
 
 
@@ -61,6 +66,20 @@ def test_the_promise_is_kept_where_it_is_hard(kind, is_causal) -> None:
             output = attention(q, k, v, is_causal=is_causal, method=Auto(max_error))
             exact = attention(q.double(), k.double(), v.double(), is_causal=is_causal)
             assert float((output - exact).norm() / exact.norm()) <= max_error
+
+
+@pytest.mark.skipif(not native.available(), reason="no kernels")
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_the_promise_is_kept_by_windows(is_causal) -> None:
+    found = set()
+    for seed, reach in enumerate((2.0, 8.0, 20.0)):
+        q, k, v = drawn(seed, 9000, 4, reach, "near")
+        exact = attention(q.double(), k.double(), v.double(), is_causal=is_causal)
+        for max_error in (0.3, 0.01):
+            found.add(Auto(max_error).choose(q, k, v, is_causal=is_causal).method)
+            output = attention(q, k, v, is_causal=is_causal, method=Auto(max_error))
+            assert float((output - exact).norm() / exact.norm()) <= max_error
+    assert {Exact(), Window(256, sinks=4)} <= found
 
 
 def test_all_kinds_of_choices_are_among_those_tested() -> None:

@@ -20,19 +20,21 @@ from subquad import native
 from subquad._calls.call import Call, check_tensors
 from subquad._engines import engine_of
 from subquad._engines.features.method_kernel import shifted
-from subquad.methods import AnyMethod, Exact, Multipole, RandomFeatures, Taylor, label_of
+from subquad.methods import AnyMethod, Exact, Multipole, RandomFeatures, Taylor, Window, label_of
 from subquad.methods.checks import check_whole
 from subquad.methods.error_estimate import NO_ERROR, UNKNOWN_ERROR, ErrorEstimate, check_max_error
 from subquad.planning.calibration_file import cached
 from subquad.planning.cost import cost_of
 from subquad.planning.measured_error import SAMPLE_MARGIN
-from subquad.planning.rows import exact_rows, method_rows, pick_rows, risks, undisturbed
+from subquad.planning.rows import WINDOW_ROW_PRICE, exact_rows, method_rows, pick_rows, risks, undisturbed
 from subquad.planning.shape import Shape
+from subquad.planning.sparse_pairs import has_places
 
 STANDARD_ERRORS = 3.0  # allowed deviation of a sum over sampled rows
 MAX_TIME_SHARE = 0.8  # of exact attention's time that an approximation may be expected to take
 FLOP_PRICE = 3.0  # of one of our FLOPs, relative to torch's attention, where the machine is not calibrated
 MIN_CHECK_ROWS = 8
+WINDOWS = (Window(256, sinks=4), Window(1024, sinks=4))
 
 log = logging.getLogger("subquad")
 
@@ -50,10 +52,15 @@ class Choice:
 class Auto:
     """The cheapest method whose relative error is at most `max_error`, else exact attention; decided for each call.
 
-    The candidates are `Taylor` of degree 1 to 4, hyperbolic `RandomFeatures`, and, where the native kernels compute it,
-    `Multipole`, for logits that no map around zero can serve. Where norms give a bound the promise is certain, except
-    for rounding; where rows are sampled it is statistical, with a margin: rare rows that no norm sets apart can escape
-    it. In a causal call the future can change which method is taken, never what a method computes.
+    The candidates are `Taylor` of degree 1 to 4, hyperbolic `RandomFeatures`, and, where the native kernels compute
+    them, `Window` and `Multipole`, for logits that no map around zero can serve. In a causal call the future can change
+    which method is taken, never what a method computes.
+
+    Where norms give a bound the promise is certain, except for rounding; where rows are sampled it is statistical, with
+    a margin: rare rows that no norm sets apart can escape it. A window is always judged by sampled rows, and leaves out
+    far keys without looking at them. If a share s of all rows depends on far keys, those rows are wrong, the error is
+    about sqrt(2 s), and r rows drawn at random miss all of them with probability (1 - s)^r. More `check_rows` make that
+    less likely; where single far keys matter, name a method instead.
 
     `choose` returns what is taken and why; the logger "subquad" reports it at level INFO. A sequence in pieces, with a
     state, raises ValueError: the promise is for the whole of it.
@@ -163,6 +170,10 @@ def _faster(query: Tensor, shape: Shape, check_rows: int) -> list[Any]:
     maps = [*map(Taylor, (1, 2, 3, 4)), *(RandomFeatures(count, "hyperbolic") for count in (64, 256, 1024))]
     prices: dict[Any, float] = {m: price(m) for m in maps if m.size(shape.head_dim) <= 4 * shape.key_length}
     if native.available() and query.device.type == "cpu":
+        checked = 1 + min(1.0, WINDOW_ROW_PRICE * check_rows / shape.query_length)  # the call, and its check
+        sizes = shape.query_length, shape.key_length, shape.is_causal
+        windows = (w for w in WINDOWS if w.reach < shape.key_length and has_places(w, *sizes))
+        prices |= {window: checked * price(window) for window in windows}
         prices[Multipole()] = 2 * price(Multipole())  # It is measured by computing all of it.
     return sorted((method for method, p in prices.items() if p < limit), key=lambda method: prices[method])
 

@@ -17,13 +17,15 @@ from subquad import native
 from subquad._calls.call import Call
 from subquad._engines import run
 from subquad._engines.features.choose_form import is_fusable
-from subquad.methods import Exact, Linear, Multipole, RandomFeatures, Separable, Taylor
+from subquad.methods import Exact, Linear, Multipole, RandomFeatures, Separable, Taylor, Window
 from subquad.methods.method import FeatureMethod
 from subquad.planning.seconds import EXACT_LENGTHS, EXACT_WIDTHS, Calibration, name_of, work
 from subquad.planning.shape import Shape
 
 TURNS = 3
 CALIBRATION_SECONDS = 26.0  # once every call was measured, stop after this time
+# Size, length and width: short and long calls, windows that hold all keys, and narrow and wide heads.
+WINDOWS = ((64, 512, 64), (1024, 512, 32), (256, 1024, 128), (64, 4096, 32), (256, 2048, 64), (1024, 4096, 64))
 INPUT_OFFSET = 1000  # between the first numbers of queries, keys and values
 LONG_CALL_SECONDS = 0.01  # a call this long is not repeated within a turn
 Progress = Callable[[int, int], None]  # (calls measured, calls in all)
@@ -41,6 +43,8 @@ def grid() -> Iterator[tuple[Any, str, Shape]]:
                 for d in (32, 64):
                     for n in (256, 1024, 4096):
                         yield Multipole(), "fused", _sized(shape, n, d, 8 if n < 2048 else 2)
+                for size, n, d in WINDOWS:
+                    yield Window(size, sinks=4), "fused", _sized(shape, n, d, 8 if n < 2048 else 2)
             yield from _feature_calls(shape)
 
 

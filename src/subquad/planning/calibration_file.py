@@ -26,7 +26,7 @@ from subquad.planning.calibration import Progress, calibrate, grid_once
 from subquad.planning.seconds import Calibration, name_of, work
 from subquad.planning.shape import Shape
 
-VERSION = 7  # of the file, and of the work that the coefficients are for
+VERSION = 8  # of the file, and of the work that the coefficients are for
 
 
 def machine(device: torch.device, dtype: torch.dtype) -> dict[str, str | int]:

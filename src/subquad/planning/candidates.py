@@ -1,7 +1,7 @@
 """The methods that a plan considers, and their errors: predicted from the logit range, or measured on a sample.
 
 Each method says itself which of its values are worth considering (`Method.candidates`). Without a sample the number of
-random features that just meets the budget is added; with one, methods that center the keys, and Multipole.
+random features that just meets the budget is added; with one, methods that center the keys, Multipole and Window.
 """
 
 from collections.abc import Callable
@@ -10,12 +10,16 @@ from math import ceil, sqrt
 from typing import Any
 
 from subquad._calls.call import Call
-from subquad.methods import BUILT_IN, Exact, RandomFeatures
+from subquad.methods import BUILT_IN, Exact, Multipole, RandomFeatures, Window
 from subquad.methods.error_estimate import NO_ERROR, UNKNOWN_ERROR, ErrorEstimate, LogitRange, as_range
 from subquad.methods.random_features import CANDIDATE_COUNTS
 from subquad.planning.error import error, needed_features
+from subquad.planning.shape import Shape
+from subquad.planning.sparse_pairs import has_places
 
 MEASURED_COUNT = 256  # random features that are measured; the error of other numbers is inferred
+MULTIPOLES = tuple(Multipole(top=top) for top in (12, 24, 48))
+WINDOW_SIZES, WINDOW_SINKS = (128, 512, 2048), 4
 Errors = dict[Any, ErrorEstimate]
 
 
@@ -30,6 +34,19 @@ def predicted_errors(logit_range: LogitRange | None, width: int, max_error: floa
                 methods.append(RandomFeatures(16 * ceil(needed / 16), kind))
     found = {m: UNKNOWN_ERROR if logit_range is None else error(m, logit_range=logit_range) for m in methods}
     return {Exact(): NO_ERROR, **found}
+
+
+def offered_methods(call: Call, shape: Shape) -> tuple[Any, ...]:
+    """Return what only a sample can judge, where the native kernels compute it.
+
+    A window that holds the keys of the sample would make no error there. Where the plan is for more keys than the
+    sample has, at least half of the rows must look back farther than the window.
+    """
+    sample, keys = call.layout.keys, shape.key_length
+    longest = min(keys - 1, sample // 2 if keys > sample else sample - 1)
+    windows = (Window(size, sinks=WINDOW_SINKS) for size in WINDOW_SIZES if size <= longest)
+    lengths = ((call.layout.queries, sample), (shape.query_length, keys))
+    return *MULTIPOLES, *(w for w in windows if all(has_places(w, n, m, shape.is_causal) for n, m in lengths))
 
 
 def measured_errors(

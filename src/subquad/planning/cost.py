@@ -1,6 +1,6 @@
 """What a call costs before it is made: work, memory, parameters, and how they grow.
 
-Each engine has its own counts: `exact_cost`, `feature_cost` and `multipole_cost`.
+Each engine has its own counts: `exact_cost`, `feature_cost`, `multipole_cost` and `sparse_cost`.
 
 Axes: n queries, m keys, d width, e value width, r features.
 """
@@ -12,7 +12,7 @@ import torch
 from subquad import native
 from subquad._engines import engine_of
 from subquad._engines.features.choose_form import is_fusable
-from subquad.methods import MethodLike, label_of, resolve
+from subquad.methods import BlockSparse, MethodLike, label_of, resolve
 from subquad.methods.checks import check_whole
 from subquad.methods.method import feature_method
 from subquad.planning.cost_result import Cost
@@ -20,12 +20,14 @@ from subquad.planning.exact_cost import exact_cost
 from subquad.planning.feature_cost import feature_cost
 from subquad.planning.multipole_cost import multipole_cost
 from subquad.planning.shape import Shape, check_dtype
+from subquad.planning.sparse_cost import has_kernel, sparse_cost
 
-PRICES = {"exact": exact_cost, "features": feature_cost, "multipole": multipole_cost}
+PRICES = {"exact": exact_cost, "features": feature_cost, "multipole": multipole_cost, "sparse": sparse_cost}
 FORMS = {
     "exact": ("exact", "step"),
     "features": ("dense", "linear", "chunked", "fused", "step"),
     "multipole": ("fused", "dense", "step"),
+    "sparse": ("fused", "dense", "step"),
 }
 
 
@@ -71,8 +73,9 @@ def cost(
     )  # fmt: skip
     check_dtype(dtype)
     engine = engine_of(resolved)
-    if form is not None and form not in FORMS[engine]:
-        names = ", ".join(map(repr, FORMS[engine]))
+    forms = [name for name in FORMS[engine] if name != "step" or not isinstance(resolved, BlockSparse)]
+    if form is not None and form not in forms:
+        names = ", ".join(map(repr, forms))
         raise ValueError(f"form: {label_of(resolved)} has {names}, got {form!r}")
     if form == "linear" and is_causal:
         raise ValueError("form: a causal call has no linear form: expected 'chunked' or 'dense', got 'linear'")
@@ -85,8 +88,11 @@ def cost(
 
 def is_fused(method: object, shape: Shape, dtype: torch.dtype) -> bool:
     """Return whether the native kernels compute a call of this shape."""
-    if engine_of(method) == "multipole":
+    engine = engine_of(method)
+    if engine == "multipole":
         return native.available()
+    if engine == "sparse":
+        return has_kernel(shape, dtype)
     return is_fusable(feature_method(method), shape.layout, dtype, is_causal=shape.is_causal)
 
 

@@ -15,7 +15,7 @@ class Cost:
         peak_bytes: The most memory above the inputs that is held at one time, the result included; with training, the
             gradients too. With torch's forms the C library's heap can take more from the system, for the gaps between
             blocks.
-        state_bytes: Of the `State` after the call, if one is returned.
+        state_bytes: Of the `State` after the call, if one is returned; for `Window` with its room for more keys.
         parameters: Learnable ones: none, or those of a user's map.
         form: The form of the call: "exact", "dense", "linear", "chunked", "fused" or "step".
         order: How time and memory grow.
@@ -30,8 +30,8 @@ class Cost:
     order: str
 
 
-def order_of(time: str, memory: str, shape: Shape, features: int = 0) -> str:
-    """Return the growth of time and memory, with its letters explained."""
+def order_of(time: str, memory: str, shape: Shape, features: int = 0, more: str = "") -> str:
+    """Return the growth of time and memory, with its letters explained; `more`: those of the method."""
     letters = f"n queries, m keys, d = {shape.head_dim} width, e = {shape.value_dim} value width"
     letters += f", r = {features} features" if features else ""
-    return f"time O({time}), memory O({memory}): {letters}"
+    return f"time O({time}), memory O({memory}): {letters}{more}"

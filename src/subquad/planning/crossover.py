@@ -2,9 +2,10 @@
 
 from collections.abc import Callable
 from functools import partial
+from math import inf
 from typing import Any, Literal
 
-from subquad.methods import MethodLike, resolve
+from subquad.methods import BlockSparse, MethodLike, resolve
 from subquad.methods.checks import check_choice, check_whole
 from subquad.planning.calibration_file import predicted_seconds
 from subquad.planning.cost import cost_of
@@ -22,7 +23,8 @@ def crossover(
     """Return the smallest length, of queries and keys, from which on `b` costs less than `a`; None if there is none.
 
     "From which on" means up to `max_length`: a short range where `b` happens to be cheaper does not count. Each length
-    is priced in the form that `attention` takes for it.
+    is priced in the form that `attention` takes for it; a length that the layout of a `BlockSparse` does not divide has
+    no price, and counts as infinitely dear.
 
     Args:
         a: A method or its name.
@@ -45,9 +47,14 @@ def crossover(
     def price(method: Any, n: int) -> float:
         shape = Shape.of(query_length=n, head_dim=head_dim, value_dim=value_dim, heads=heads, key_heads=key_heads,
                          batch=batch, is_causal=is_causal, training=training)  # fmt: skip
-        if by == "time":
-            return time(method, shape)
-        found = cost_of(method, shape)
+        try:
+            if by == "time":
+                return time(method, shape)
+            found = cost_of(method, shape)
+        except ValueError:
+            if n == max_length or not isinstance(method, BlockSparse):
+                raise
+            return inf
         return found.flops if by == "flops" else found.peak_bytes
 
     return find_crossover(partial(price, resolve(a)), partial(price, resolve(b)), max_length)

@@ -15,12 +15,12 @@ from torch import Tensor
 from subquad import native
 from subquad._calls.call import Call
 from subquad._engines import engine_of
-from subquad.methods import AnyMethod, Multipole, label_of
+from subquad.methods import AnyMethod, label_of
 from subquad.methods.error_estimate import ErrorEstimate, LogitRange, check_max_error
 from subquad.methods.method import feature_method
 from subquad.planning.calibration import Progress
 from subquad.planning.calibration_file import calibration
-from subquad.planning.candidates import Errors, measured_errors, predicted_errors
+from subquad.planning.candidates import Errors, measured_errors, offered_methods, predicted_errors
 from subquad.planning.cost import cost_of
 from subquad.planning.measured_error import SAMPLE_MARGIN, error_meter
 from subquad.planning.reason import Situation, reason_for
@@ -29,7 +29,6 @@ from subquad.planning.shape import Shape, check_dtype
 from subquad.planning.text import duration
 
 MAX_SIZE = 1 << 28  # of any size of a plan
-MULTIPOLES = tuple(Multipole(top=top) for top in (12, 24, 48))  # measured on a sample
 
 
 @dataclass(frozen=True)
@@ -102,7 +101,8 @@ def plan(
         logit_range: The range of the scaled logits, (low, high), or one number for both signs. Errors are then
             predicted, for values that do not depend on the logits, and for queries and keys of similar norm.
         sample: Query, key and value, as for `attention`. Errors are then measured, and methods that center the keys, as
-            well as Multipole, are candidates too. The result holds for inputs like the sample, and as long as it.
+            well as Multipole and Window, are candidates too. The result holds for inputs like the sample, and as long
+            as it: a window sees a smaller part of a longer sequence.
         scale: With a sample, as for `attention`.
         device: Where to compute.
         dtype: Dtype of the inputs.
@@ -177,10 +177,11 @@ def _completed(call: Call, sizes: dict[str, int | None]) -> dict[str, int | None
 
 def _measured_candidates(call: Call, situation: Situation, dtype: torch.dtype) -> list[Candidate]:
     """Return all candidates, with errors measured on the sample; the best one's is never just inferred."""
-    measure = error_meter(call)
-    # Without the kernels, Multipole is slower than exact attention.
+    measure, shape = error_meter(call), situation.shape
+    # Without the kernels, Multipole is slower than exact attention, and neither it nor Window is timed.
     is_fast = native.available() and situation.machine.device == "cpu"
-    errors = measured_errors(call, situation.shape.head_dim, measure, MULTIPOLES if is_fast else ())
+    offered = offered_methods(call, shape) if is_fast else ()
+    errors = measured_errors(call, shape.head_dim, measure, offered)
     while True:
         candidates = _all_candidates(errors, situation, dtype)
         best = _best(candidates)

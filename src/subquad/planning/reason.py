@@ -62,6 +62,8 @@ def _faster(best: Any, exact: Any, situation: Situation) -> str:
         given = ", if queries and keys have similar norms (a sample would tell)"
     elif sample is not None and sample < situation.shape.key_length:
         given = f" of a sample of {sample:,} tokens"
+        if engine_of(best.method) == "sparse":
+            given += " (a window sees a smaller part of a longer sequence)"
     return (
         f"{best.name}: {times} than exact attention, with a relative error {best.error}{given}, within "
         f"{situation.max_error:g}."

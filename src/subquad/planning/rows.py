@@ -23,9 +23,13 @@ from subquad._engines.features.kernel import ready_keys, ready_queries
 from subquad._engines.features.method_kernel import kernel_of, shifted
 from subquad._engines.finite import widen
 from subquad.methods.method import feature_method
+from subquad.methods.window import Window
+from subquad.planning.sparse_pairs import has_places
+from subquad.planning.window_rows import window_rows
 
 BLOCK_PAIRS = 1 << 22  # weights that are made at once
 LOUD_KEYS = 16  # keys of the largest norms that every row is compared with
+WINDOW_ROW_PRICE = 64  # rows of a call of Window that take as long as one row alone
 
 
 @contextmanager
@@ -166,7 +170,11 @@ def exact_rows(call: Call, picked: Picked) -> Tensor:
 
 def method_rows(method: Any, call: Call, picked: Picked) -> Tensor:
     """Return (b, g, p, e), float64: the picked rows of an approximation."""
-    if engine_of(method) == "multipole":  # A row costs little, and its blocks as much as those of all rows.
+    n, m = call.layout.queries, call.layout.keys
+    is_few = WINDOW_ROW_PRICE * picked.places.shape[-1] < n
+    if isinstance(method, Window) and is_few and has_places(method, n, m, call.is_causal):
+        return window_rows(method, call, picked.places)
+    if engine_of(method) in ("multipole", "sparse"):  # A row alone costs as much as many of them in one call.
         wide = torch.promote_types(call.dtype, torch.float32)
         rows = call.layout.fold_query(run(method, call._replace(dtype=wide, is_headless=False)).output)
         return rows.gather(2, picked.places[..., None].expand(-1, -1, -1, rows.shape[-1])).double()

@@ -19,12 +19,15 @@ from subquad._engines.features.choose_form import sizes_of
 from subquad.methods import label_of
 from subquad.methods.method import FeatureMethod, Method, feature_method
 from subquad.methods.multipole import Multipole
+from subquad.methods.sparse import SparseMethod
 from subquad.planning.feature_cost import form_of
 from subquad.planning.flops import kernel_schedule
 from subquad.planning.multipole_cost import met, segment_flops
 from subquad.planning.shape import Shape, seen_pairs
+from subquad.planning.sparse_pairs import pairs_of
 
 EXACT_LENGTHS, EXACT_WIDTHS = (128, 256, 512, 1024, 2048, 4096), (16, 64, 128)
+SPARSE_BLOCK_ROWS, SPARSE_TILE_ROWS = 6, 256  # rows that the native kernels of `Window` compute together
 
 
 def family(method: Any) -> str:
@@ -39,6 +42,8 @@ def work(method: Any, form: str, shape: Shape) -> list[float]:
         return _exact_work(shape)
     if engine == "multipole":
         return _multipole_work(method, shape)
+    if engine == "sparse":
+        return _sparse_work(method, shape)
     features = feature_method(method)
     by_form = {"fused": _fused_work, "dense": _dense_work}
     return by_form.get(form, _chunked_work)(features, shape)
@@ -63,6 +68,13 @@ def _multipole_work(method: Multipole, shape: Shape) -> list[float]:
     width, (queries, tokens) = shape.head_dim + shape.value_dim, _tokens(shape)
     reads = shape.batch * shape.heads * met(method, shape) * width
     return [1.0, reads, queries, shape.batch * shape.key_heads * segment_flops(method, shape), tokens * width]
+
+
+def _sparse_work(method: SparseMethod, shape: Shape) -> list[float]:
+    """A block of rows meets all keys that one of them sees; tiles do where keys are read, and in the pass by keys."""
+    width, queries = shape.head_dim + shape.value_dim, _tokens(shape)[0]
+    by_blocks, by_tiles = (pairs_of(method, shape, rows) for rows in (SPARSE_BLOCK_ROWS, SPARSE_TILE_ROWS))
+    return [1.0, by_blocks * width, by_blocks, by_tiles * width, queries]
 
 
 def _pair_width(method: FeatureMethod, shape: Shape) -> int:
@@ -141,7 +153,7 @@ class Calibration:
         """Return the time of one call, in the form that `attention` takes or in the given one."""
         form = self.form_of(method, shape) if form is None else form
         name, parts = name_of(method, form, shape), work(method, form, shape)
-        if name not in self.coefficients:  # Multipole is only measured with the kernels.
+        if name not in self.coefficients:  # Multipole and Window are only measured with the kernels.
             raise ValueError(
                 f"method: no timing model for {label_of(method)} without native kernels, or off the CPU; "
                 "expected another method"
