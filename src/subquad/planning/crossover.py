@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from functools import partial
-from math import inf
 from typing import Any, Literal
 
 from subquad.methods import BlockSparse, MethodLike, resolve
@@ -23,8 +22,7 @@ def crossover(
     """Return the smallest length, of queries and keys, from which on `b` costs less than `a`; None if there is none.
 
     "From which on" means up to `max_length`: a short range where `b` happens to be cheaper does not count. Each length
-    is priced in the form that `attention` takes for it; a length that the layout of a `BlockSparse` does not divide has
-    no price, and counts as infinitely dear.
+    is priced in the form that `attention` takes for it.
 
     Args:
         a: A method or its name.
@@ -47,17 +45,16 @@ def crossover(
     def price(method: Any, n: int) -> float:
         shape = Shape.of(query_length=n, head_dim=head_dim, value_dim=value_dim, heads=heads, key_heads=key_heads,
                          batch=batch, is_causal=is_causal, training=training)  # fmt: skip
-        try:
-            if by == "time":
-                return time(method, shape)
-            found = cost_of(method, shape)
-        except ValueError:
-            if n == max_length or not isinstance(method, BlockSparse):
-                raise
-            return inf
+        if by == "time":
+            return time(method, shape)
+        found = cost_of(method, shape)
         return found.flops if by == "flops" else found.peak_bytes
 
-    return find_crossover(partial(price, resolve(a)), partial(price, resolve(b)), max_length)
+    first, second = resolve(a), resolve(b)
+    for name, method in (("a", first), ("b", second)):
+        if isinstance(method, BlockSparse):
+            raise ValueError(f"{name}: the layout of a BlockSparse fits some lengths only; compare costs with cost()")
+    return find_crossover(partial(price, first), partial(price, second), max_length)
 
 
 def find_crossover(price_a: Callable[[int], float], price_b: Callable[[int], float], max_length: int) -> int | None:
