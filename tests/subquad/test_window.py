@@ -26,6 +26,7 @@ SIZES = [(1, 0), (1, 3), (2, 1), (7, 0), (7, 2), (16, 16), (40, 3), (41, 0), (10
 by_form = pytest.mark.parametrize("form", ["dense", "fused"])  # torch's operations, and the kernels
 by_size = pytest.mark.parametrize(("size", "sinks"), SIZES)
 by_mask = pytest.mark.parametrize("mask", MASKS)
+needs_kernels = pytest.mark.skipif(not native.available(), reason="the native kernels are not available")
 by_causality = pytest.mark.parametrize("is_causal", [True, False])
 
 
@@ -342,6 +343,7 @@ def test_sinks_without_weight_are_no_sinks(form) -> None:
     assert not torch.allclose(found[:, [1, 3]], without[:, [1, 3]])
 
 
+@needs_kernels
 def test_rows_of_longer_calls_have_the_same_bits(one_thread) -> None:
     inputs = draw(600, d=16, e=16, dtype=torch.float32)
     whole = attention(*inputs, is_causal=True, enable_gqa=True, method=Window(30, 2))
@@ -390,7 +392,7 @@ def test_hidden_keys_get_no_gradient() -> None:
         assert not bool(grad.transpose(1, 2)[~KEEP].any())
 
 
-@pytest.mark.skipif(not native.available(), reason="the native kernels are not available")
+@needs_kernels
 def test_rows_of_a_batch_and_threads_do_not_change_bits() -> None:
     inputs = [x.requires_grad_() for x in draw(700, d=16, e=16, dtype=torch.float32)]
     method, threads, found = Window(100, 4), torch.get_num_threads(), []
