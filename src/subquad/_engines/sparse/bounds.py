@@ -5,7 +5,7 @@
 Hidden keys inside a range are left out by the mask of keys. Sinks are the first `sinks` visible keys of a sequence or
 of a packed segment; the range of the first keys ends behind the last of them.
 
-Axes: b batch and key heads (1 if all are alike), n queries, m keys.
+Axes: b batch and key heads (1 if all are the same), n queries, m keys.
 """
 
 from typing import NamedTuple

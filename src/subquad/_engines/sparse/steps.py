@@ -50,7 +50,7 @@ class WindowSteps:
         return self.state
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
-        """Return (..., heads, 1, e) for the next token; None if there is no room for it, or another call took it."""
+        """Return (..., heads, 1, e) for the next token; None if the buffers are full, or another call took the room."""
         buffers, tail = self._buffers, self._tail + self._count
         if tail == buffers.room or not self._permit.claim(self._state.length + self._count):
             return None
