@@ -21,7 +21,9 @@ TESTS = ["tests/subquad/test_native.py", "tests/subquad/test_separable.py", "tes
 
 def main() -> int:
     compiler = os.environ.get("CXX", "c++")
-    runtime = subprocess.run([compiler, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
+    # Without the second one, an exception of torch would end the process.
+    asked = ([compiler, f"-print-file-name={name}"] for name in ("libasan.so", "libstdc++.so"))
+    runtimes = [subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() for command in asked]
     with tempfile.TemporaryDirectory() as folder:
         library = Path(folder) / "kernels.so"
         sources = sorted(map(str, (ROOT / "src/subquad/native").rglob("*.cpp")))
@@ -29,7 +31,7 @@ def main() -> int:
         subprocess.run([compiler, *FLAGS, *sources, "-o", str(library)], check=True)
         environment = os.environ | {
             "SUBQUAD_NATIVE": str(library),
-            "LD_PRELOAD": runtime.stdout.strip(),
+            "LD_PRELOAD": " ".join(runtimes),
             "ASAN_OPTIONS": "detect_leaks=0:alloc_dealloc_mismatch=0",
             "UBSAN_OPTIONS": "print_stacktrace=1",
         }
