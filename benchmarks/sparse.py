@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from native import both, forward, sdpa
 from results import machine, today, write_page
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -36,19 +37,6 @@ FLEX_LENGTHS = (4096, 16_384)  # compiling takes most of a minute
 def inputs(length: int, grad: bool = False) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(1, HEADS, length, WIDTH, generator=generator).requires_grad_(grad) for _ in range(3)]
-
-
-def forward(attend: Callable[..., Tensor], tensors: list[Tensor]) -> object:
-    with torch.no_grad():
-        return attend(*tensors)
-
-
-def both(attend: Callable[..., Tensor], tensors: list[Tensor], grad: Tensor) -> object:
-    return torch.autograd.grad(attend(*tensors), tensors, grad)
-
-
-def sdpa(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
 def masked(mask: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
