@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 from subquad_lab import RunError, UsageError
 from subquad_lab.interruption import Interrupted
-from subquad_lab.parsing import call, wrong_value
 
 
 def demo(out: str = "demo") -> None:
@@ -316,10 +315,22 @@ def complain(message: object) -> None:
     print("subquad: error:", " ".join(str(message).split()), file=sys.stderr)
 
 
+def _how_to_install(error: ModuleNotFoundError) -> str:
+    return (
+        f"{error.name} is missing: the library is installed, the lab with its commands is not. In a checkout of "
+        "subquad: pip install -c constraints.txt '.[lab]'"
+    )
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code: 0, 1 for a run that fails, 2 for bad usage, 130 and 143 for signals."""
     from argparse import ArgumentError
 
+    try:
+        from subquad_lab.parsing import call, wrong_value
+    except ModuleNotFoundError as error:
+        complain(_how_to_install(error))
+        return 1
     given = list(sys.argv[1:] if arguments is None else arguments)
     warnings.showwarning = lambda message, *_: print(f"subquad: warning: {message}", file=sys.stderr)
     try:
@@ -343,7 +354,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"subquad: {error}; {what} is saved, and goes on with: {again}", file=sys.stderr)
         return error.exit_code
     except ModuleNotFoundError as error:
-        complain(f"{error.name} is missing; the command needs: pip install 'subquad[lab]'")
+        complain(_how_to_install(error))
         return 1
     except BrokenPipeError:
         # The reader, such as `head`, has what it wanted. Python flushes once more when it exits.

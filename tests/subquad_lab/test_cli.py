@@ -1,3 +1,4 @@
+import os
 import signal
 import subprocess
 import sys
@@ -47,7 +48,7 @@ finally:
         (["bench", "--heads", "many"], "many"),
         (["bench", "--heads", "0"], "--heads: expected whole numbers above 0, found '0'"),
         (["bench", "--lengths", "16,x"], "--lengths: expected whole numbers above 0, found 'x'"),
-        (["bench", "--methods", "softmax"], "'softmax' is unknown"),
+        (["bench", "--methods", "softmax"], "--methods: expected one of 'exact', 'taylor'"),
         (["bench", "--out", ""], "--out: expected a folder, found ''"),
         (["verify", "14", "--plots", ""], "--plots: expected a folder, found ''"),
         (["synthesize", "/dev/null", "out"], "METADATA: /dev/null is no regular file; expected a file with lines"),
@@ -84,3 +85,16 @@ def test_a_full_disk_behind_the_output_is_told():
     with open("/dev/full", "w") as full:
         done = subprocess.run([*COMMAND, "verify", "14"], stdout=full, stderr=subprocess.PIPE, text=True)
     assert (done.returncode, done.stderr) == (1, "subquad: error: output: No space left on device\n")
+
+
+def test_without_the_lab_the_command_says_how_to_install_it(tmp_path):
+    (tmp_path / "jsonargparse.py").write_text("raise ModuleNotFoundError('No module', name='jsonargparse')")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    for arguments in (["--help"], ["plan"], []):
+        command = [sys.executable, "-m", "subquad_lab", *arguments]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 1
+        assert done.stdout == ""
+        assert done.stderr.startswith("subquad: error: jsonargparse is missing")
+        assert "pip install -c constraints.txt '.[lab]'" in done.stderr
+        assert len(done.stderr.splitlines()) == 1
