@@ -39,7 +39,7 @@ METHODS = {
     "positive": RandomFeatures(16),
     "hyperbolic": RandomFeatures(16, "hyperbolic"),
     "trigonometric": RandomFeatures(16, "trigonometric"),
-    "identity": Linear(),
+    "identity": Linear("identity"),
     "elu": Linear("elu"),
     "relu": Linear("relu"),
     "separable": Separable(),

@@ -38,7 +38,7 @@ METHODS = {
     "positive": RandomFeatures(7),
     "hyperbolic": RandomFeatures(6, kind="hyperbolic", key_shift=torch.tensor([0.5, -0.25, 0.1, 0.3])),
     "trigonometric": RandomFeatures(6, kind="trigonometric", orthogonal=False),
-    "identity": Linear(),
+    "identity": Linear("identity"),
     "elu": Linear("elu"),
     "relu": Linear("relu"),
     "separable": Separable(),

@@ -201,8 +201,11 @@ def test_scale_is_that_of_the_logits() -> None:
 
 def test_names_stand_for_methods() -> None:
     q, k, v = tensors(requires_grad=False)
-    named = {"taylor": Taylor(2), "random": RandomFeatures(256), "linear": Linear(), "separable": Separable()}
-    for name, method in {**named, "exact": Exact()}.items():
+    named = {
+        "taylor": Taylor(2), "taylor:3": Taylor(3), "random": RandomFeatures(256), "random:16": RandomFeatures(16),
+        "linear": Linear("elu"), "linear:identity": Linear("identity"), "separable": Separable(), "exact": Exact(),
+    }  # fmt: skip
+    for name, method in named.items():
         assert torch.equal(attention(q, k, v, method=name), attention(q, k, v, method=method))
 
 

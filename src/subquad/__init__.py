@@ -29,6 +29,7 @@ from subquad.planning.crossover import crossover
 from subquad.planning.error import error, needed_degree, needed_features
 from subquad.planning.measured_error import logit_range, measure_error
 from subquad.planning.plan import Candidate, Plan, plan
+from subquad.sdpa import RoutedCalls, Routing, sdpa
 
 __version__ = "0.1.0"
 
@@ -40,7 +41,7 @@ __all__ = [
     "cost", "multihead_cost", "crossover", "error", "needed_degree", "needed_features", "logit_range", "measure_error",
     "plan",
     # modules
-    "MultiheadAttention", "replace_attention",
+    "MultiheadAttention", "replace_attention", "sdpa",
     # result types
-    "Candidate", "Choice", "Cost", "ErrorEstimate", "Plan", "Replacement", "Replacements",
+    "Candidate", "Choice", "Cost", "ErrorEstimate", "Plan", "Replacement", "Replacements", "RoutedCalls", "Routing",
 ]  # fmt: skip

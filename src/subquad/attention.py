@@ -16,21 +16,24 @@ Axes: (..., heads, length, width). n queries, m keys, d width, e value width, r 
 """
 
 import warnings
-from typing import Literal, TypeAlias, cast, overload
+from typing import Any, Literal, TypeAlias, cast, overload
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+
+# By its own name, so that a program which puts `attention` in its place does not make it call itself.
+from torch.nn.functional import scaled_dot_product_attention
 
 from subquad._calls.call import Call, check_tensors
 from subquad._calls.state import State
 from subquad._engines import engine_of, run
 from subquad._engines.finite import widen
-from subquad.methods import AnyMethod, Exact, Method, feature_method
+from subquad.methods import AnyMethod, Exact, Method, MethodName, feature_method
 from subquad.methods import resolve as resolve_named
 from subquad.planning.auto import Auto
+from subquad.planning.far_range import warn_far_range
 
-MethodLike: TypeAlias = AnyMethod | Auto | str
+MethodLike: TypeAlias = AnyMethod | Auto | MethodName | str
 
 
 def resolve(method: MethodLike) -> AnyMethod | Auto:
@@ -65,6 +68,15 @@ def attention(
 ) -> tuple[Tensor, State]: ...  # fmt: skip
 
 
+@overload
+def attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False, *, method: MethodLike = ...,
+    key_padding_mask: Tensor | None = None, segment_ids: Tensor | None = None, state: State | None = None,
+    return_state: bool,
+) -> Tensor | tuple[Tensor, State]: ...  # fmt: skip
+
+
 def attention(
     query: Tensor,
     key: Tensor,
@@ -87,14 +99,16 @@ def attention(
         query: (..., heads, n, d), with any batch dimensions.
         key: (..., key heads, m, d).
         value: (..., key heads, m, e).
-        attn_mask: True = attend. Approximations take a boolean mask with a query dimension of 1; `Exact` takes any.
+        attn_mask: True = attend; or numbers, added to the logits. `Exact` takes any mask. Approximations take one that
+            hides keys from all queries, is causal, or both; of booleans, or of 0 and -inf. A query dimension of 1 saves
+            them from reading a matrix.
         dropout_p: Dropout on the weights; `Exact` only.
         is_causal: Query i sees keys 0..i; with a `state`, the new queries are aligned to the end of the new keys.
         scale: Factor of the logits, 1/sqrt(d) by default. Maps that are not functions of the logit see q and k times
             its square root.
         enable_gqa: Let several query heads share a key head, as in torch.
-        method: A method, an object with the `FeatureMap` protocol, or "exact", "taylor", "random", "linear",
-            "separable", "window", "multipole" or "auto".
+        method: A method, an object with the `FeatureMap` protocol, or a name: "exact", "taylor" or "taylor:DEGREE",
+            "random:FEATURES", "linear:ACTIVATION", "separable", "window:SIZE", "multipole:TOP" or "auto".
         key_padding_mask: (..., m) or (..., key heads, m), True = attend.
         segment_ids: (..., n), integers, with n = m, for packed sequences: tokens see only their own segment, a run of
             equal ids.
@@ -109,6 +123,9 @@ def attention(
         ValueError: An argument does not fit the others, or the method does not support it.
         TypeError: An argument has the wrong type.
 
+    Warns:
+        UserWarning: The logits are so large that the method predicts a relative error above 1; once per line of code.
+
     Example:
         >>> from subquad import Taylor
         >>> q, k, v = torch.randn(3, 2, 8, 1000, 16).unbind()
@@ -122,28 +139,39 @@ def attention(
         >>> torch.allclose(torch.cat([head, tail], -2), whole, atol=1e-5)
         True
     """
-    method = resolve(method)
-    if isinstance(method, Auto):
-        if state is not None or return_state:
-            raise ValueError("state: Auto decides by the whole sequence; name a method to compute it in pieces")
-        method = method.choose(
-            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, key_padding_mask=key_padding_mask,
-            segment_ids=segment_ids,
-        ).method  # fmt: skip
-    else:
-        warn_about(method, stacklevel=2)
-    has_masks = key_padding_mask is not None or segment_ids is not None or (attn_mask is not None and is_causal)
-    if engine_of(method) == "exact" and state is None and not return_state and not has_masks:
-        return F.scaled_dot_product_attention(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
-    call = Call.of(
-        query, key, value, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale,
-        enable_gqa=enable_gqa, key_padding_mask=key_padding_mask, segment_ids=segment_ids, state=state,
+    found = resolve(method)
+    warn_about(found, stacklevel=2)
+    result: Tensor | tuple[Tensor, State] = quiet_attention(
+        query, key, value, method=found, warns=True, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal,
+        scale=scale, enable_gqa=enable_gqa, key_padding_mask=key_padding_mask, segment_ids=segment_ids, state=state,
         return_state=return_state,
     )  # fmt: skip
+    return result
+
+
+def quiet_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, method: AnyMethod | Auto, warns: bool = False, **options: Any
+) -> Any:
+    """Compute `attention` by a method that was resolved; without warnings, for modules, unless `warns`."""
+    state, is_stateful = options.get("state"), options.get("return_state", False)
+    if isinstance(method, Auto):
+        if state is not None or is_stateful:
+            raise ValueError("state: Auto decides by the whole sequence; name a method to compute it in pieces")
+        method = method.choose(
+            query, key, value, **{name: x for name, x in options.items() if "state" not in name}
+        ).method
+    mask, is_causal = options.get("attn_mask"), options.get("is_causal", False)
+    has_masks = options.get("key_padding_mask") is not None or options.get("segment_ids") is not None
+    has_own_form = mask is not None and (is_causal or mask.dim() < 2)  # torch's function does not take it
+    if engine_of(method) == "exact" and state is None and not (is_stateful or has_masks or has_own_form):
+        names = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+        given = {name: options[name] for name in names if name in options}
+        return scaled_dot_product_attention(query, key, value, **given)
+    call = Call.of(query, key, value, **options)
+    if warns:
+        warn_far_range(method, call, stacklevel=3)
     output, new_state, _ = run(method, call)
-    return (output, cast(State, new_state)) if return_state else output
+    return (output, cast(State, new_state)) if is_stateful else output
 
 
 def normalizer(

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from subquad._calls.call import Call
 from subquad._engines import run
 from subquad._engines.features.method_kernel import shifted
+from subquad.attention import quiet_attention
 from subquad.methods import FeatureMap, feature_method
 from subquad.methods.method import UserMap
-from subquad.nn.binding import quiet_attention
 
 
 def check_feature_map(method: FeatureMap, width: int = 8, tolerance: float = 1e-9) -> None:

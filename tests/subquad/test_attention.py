@@ -55,7 +55,7 @@ def test_drawn_shapes_mean_the_same(name, batch, heads, group, n, m, e, is_causa
         flat = [x.reshape(math.prod(batch), *x.shape[-3:]) for x in wide]
         expected = reference(METHODS[name], *flat, is_causal, keep.reshape(math.prod(batch), m)).detach()
         # Where the weights have both signs their sum can come close to 0, and then rounding is large too.
-        positive = METHODS[name].positive or METHODS[name] == Linear()
+        positive = METHODS[name].positive or METHODS[name] == Linear("identity")
         if positive or normalizer(q.double(), k.double(), is_causal=is_causal, enable_gqa=True, method=METHODS[name],
                                   key_padding_mask=keep).abs().min() > 0.1:  # fmt: skip
             limit = 1e-9 if dtype == torch.float64 else 3e-4
@@ -173,7 +173,7 @@ def test_the_kernels_are_for_calls_of_their_kind_on_the_cpu() -> None:
 
     for method in (Taylor(2), Separable()):
         assert taken(method) and not taken(method, device="meta") and not taken(method, keys=300)
-    assert not taken(Linear(), width=0)
+    assert not taken(Linear("identity"), width=0)
     assert taken(Taylor(2), stateful=True) and not taken(Separable(), stateful=True)
     assert taken(Taylor(2), keys=300, is_causal=False) and not taken(Separable(), is_causal=False)
     shape = Shape(256, 256, 64, 64, is_causal=True)
@@ -195,8 +195,9 @@ _, STATE = attention(Q, K, V, method="taylor", return_state=True)
         (dict(key=K[:, :3], value=V[:, :3]), r"enable_gqa=True"),
         (dict(key=K[:, :3], value=V[:, :3], enable_gqa=True), r"key: with enable_gqa"),
         (dict(query=Q[:1].expand(3, -1, -1, -1)), r"batch and head dimensions do not match"),
-        (dict(attn_mask=torch.zeros(6, 7)), r"attn_mask: got torch.float32, a bias"),
-        (dict(attn_mask=torch.ones(6, 7).bool()), r"attn_mask: got shape \(6, 7\), a choice for each pair"),
+        (dict(attn_mask=torch.ones(6, 7)), r"attn_mask: got torch.float32, a bias"),
+        (dict(attn_mask=torch.eye(6, 7).bool()), r"attn_mask: got shape \(6, 7\), a choice for each pair"),
+        (dict(attn_mask=torch.ones(4, 7).bool()), r"attn_mask: got shape \(4, 7\), a choice for each pair"),
         (dict(attn_mask=torch.ones(2, 1, 1, 6).bool()), r"attn_mask: expected shape \(..., 1, 7\), got \(2, 1, 1, 6\)"),
         (dict(dropout_p=0.1), r"dropout_p: expected 0, got 0.1"),
         (dict(dropout_p=-0.1), r"dropout_p: expected 0, got -0.1"),
@@ -246,7 +247,9 @@ def test_a_state_knows_its_method_and_segments() -> None:
 
 
 def test_public_names_are_few_and_exist() -> None:
-    results = {"Candidate", "Choice", "Cost", "ErrorEstimate", "Plan", "Replacements"}  # types, for annotations
+    results = {
+        "Candidate", "Choice", "Cost", "ErrorEstimate", "Plan", "Replacement", "Replacements", "RoutedCalls", "Routing",
+    }  # fmt: skip  # types, for annotations
     assert results <= set(subquad.__all__)
     assert len(set(subquad.__all__) - results) <= 26
     assert all(getattr(subquad, name).__doc__ for name in subquad.__all__)
@@ -331,7 +334,7 @@ def test_no_keys_and_no_widths() -> None:
         if getattr(METHODS[name], "key_shift", None) is None:
             grads = torch.autograd.grad(attention(q, k, v, method=METHODS[name]).sum(), (q, k, v))
             assert not grads[0].any()
-    for method in (Taylor(2), Linear("elu"), Linear(), Separable(), RandomFeatures(8)):
+    for method in (Taylor(2), Linear("elu"), Linear("identity"), Separable(), RandomFeatures(8)):
         for is_causal in (False, True):
             assert attention(Q[..., :0], Q[..., :0], Q, is_causal=is_causal, method=method).shape == Q.shape
             assert attention(Q, Q, Q[..., :0], is_causal=is_causal, method=method).shape == (2, 4, 6, 0)
@@ -403,8 +406,8 @@ def test_weights_that_can_be_negative_are_warned_about_by_the_call() -> None:
         with pytest.warns(UserWarning, match=r"^Taylor\(.*weights can be negative") as found:
             attention(Q, K, V, method=method)
         assert [warning.filename for warning in found] == [__file__]
-    for method in (Taylor(0), Taylor(2), Taylor(4), RandomFeatures(8), Linear()):
-        attention(Q, K, V, method=method)
+    for method in (Taylor(0), Taylor(2), Taylor(4), RandomFeatures(8), Linear("identity")):
+        attention(0.1 * Q, K, V, method=method)
 
 
 def test_a_method_needs_all_members_of_a_map() -> None:

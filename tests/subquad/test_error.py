@@ -125,7 +125,7 @@ def test_what_a_wanted_error_needs() -> None:
 
 
 def test_where_nothing_is_known_it_says_so() -> None:
-    for method in (Linear(), Linear("elu"), Separable(), Taylor(2, basis="diagonal")):
+    for method in (Linear("identity"), Linear("elu"), Separable(), Taylor(2, basis="diagonal")):
         found = error(method, logit_range=0.1)
         assert found == ErrorEstimate(None, "nothing")
         assert str(found) == "unknown until measured"

@@ -132,7 +132,7 @@ def test_a_stored_matrix_replaces_the_draw() -> None:
 
 def test_linear_activations() -> None:
     x = torch.tensor([-2.0, 0.0, 3.0])
-    assert torch.equal(Linear()(x), x)
+    assert torch.equal(Linear("identity")(x), x)
     torch.testing.assert_close(Linear("elu")(x), torch.tensor([math.exp(-2.0), 1.0, 4.0]))
     assert torch.equal(Linear("relu")(x), torch.tensor([0.0, 0.0, 3.0]))
     assert [Linear(a).positive for a in ("identity", "elu", "relu")] == [False, True, True]

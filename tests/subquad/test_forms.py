@@ -207,7 +207,7 @@ def test_sizes_at_their_limits_and_just_beyond(method, layout, expected):
     ("method", "layout", "is_causal"),
     [
         # Where pairs cost d, and d = e, it is as many queries as features; twice as many where half of the pairs count.
-        (Linear(), layout_of(64), False),
+        (Linear("identity"), layout_of(64), False),
         (Linear("elu"), layout_of(64), False),
         (Linear("elu"), layout_of(128), True),
         (Taylor(2), layout_of(2145), False),

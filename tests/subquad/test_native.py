@@ -29,7 +29,7 @@ pytestmark = [
 SERVED = {
     "taylor1": Taylor(1), "taylor2": Taylor(2), "taylor3": Taylor(3), "taylor4": Taylor(4),
     "positive": RandomFeatures(37), "hyperbolic": RandomFeatures(44, "hyperbolic"), "elu": Linear("elu"),
-    "relu": Linear("relu"), "identity": Linear(), "separable": Separable(),
+    "relu": Linear("relu"), "identity": Linear("identity"), "separable": Separable(),
 }  # fmt: skip
 served = pytest.mark.parametrize("name", SERVED)
 # (batch, key heads), query heads per key head, length, width, value width

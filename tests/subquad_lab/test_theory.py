@@ -107,7 +107,7 @@ BROKEN = [
     (8, features, "orthogonal_gain", lambda apart: 1.0),
     (9, kernels, "WITHOUT_RIGHT", [(2, 1)]),
     (9, kernels, "WITHOUT_LEFT", [(1, 2)]),
-    (9, kernels, "Linear", lambda: Linear("relu")),
+    (9, kernels, "Linear", lambda _: Linear("relu")),
     (10, kernels, "copied_weight", lambda size: (1 / (1 + 2 * math.exp(-2 * size**2)), 1 / (1 + math.exp(-size**2)))),
     (10, kernels, "copied_norm", lambda size: 2 * size),
     (10, kernels, "shared_product", lambda size: 0.0),
@@ -244,7 +244,8 @@ def test_attention_is_counted_in_operations_that_torch_counts():
     assert torch.allclose(exact.result, wanted)
     assert (exact.flops, exact.exponentials) == (4 * 40**2 * 8, 40**2)
     works = [
-        counted(lambda order=order: attention(q, k, v, Linear(), order)).flops for order in ("linear", "quadratic")
+        counted(lambda order=order: attention(q, k, v, Linear("identity"), order)).flops
+        for order in ("linear", "quadratic")
     ]
     assert works == [4 * 40 * 8**2 + 4 * 40 * 8, 4 * 40**2 * 8 + 2 * 40**2]
 

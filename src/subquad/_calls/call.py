@@ -13,7 +13,16 @@ import torch
 from torch import Tensor
 
 from subquad._calls.layout import Layout, layout_of
-from subquad._calls.masks import MaskKind, folded_key_mask, folded_padding, kind_of, numbered_segments, unfactored
+from subquad._calls.masks import (
+    MaskKind,
+    folded_key_mask,
+    folded_padding,
+    kind_of,
+    numbered_segments,
+    shown_by,
+    split_pairs,
+    unfactored,
+)  # fmt: skip
 from subquad._calls.state import State
 
 
@@ -73,8 +82,13 @@ class Call(NamedTuple):
         if segment_ids is not None:
             before = None if self.state is None else self.state.segment
             segments, last = numbered_segments(self.layout, segment_ids, before)
+        mask = self.attn_mask
+        if mask is not None and (mask.dim() < 2 or mask.shape[-2] == 1):
+            shown = shown_by(mask)
+            mask = mask if shown is None else shown
         return self._replace(
-            mask_kind=None if self.attn_mask is None else kind_of(self.attn_mask, self.layout),
+            attn_mask=mask,
+            mask_kind=None if mask is None else kind_of(mask, self.layout),
             padding=None if key_padding_mask is None else folded_padding(self.layout, key_padding_mask),
             segments=segments,
             last_segment=last,
@@ -112,13 +126,25 @@ class Call(NamedTuple):
         if self.attn_mask is None or self.mask_kind == "keys":
             return self
         if self.mask_kind == "pairs":
-            raise unfactored(self.attn_mask, 'use method="exact"')
+            return self._from_pairs(self.attn_mask)
         if self.is_stateful:
             raise ValueError(
                 "attn_mask: with a state, expected the same mask for all query heads that share a key head; "
                 "key_padding_mask takes one per key head"
             )
         return self.ungrouped()
+
+    def _from_pairs(self, attn_mask: Tensor) -> "Call":
+        """Return the call with the keys and the causality that a matrix stands for."""
+        shown = shown_by(attn_mask)
+        split = None if shown is None or shown.shape[-2] != self.layout.queries else split_pairs(shown)
+        if split is None or (split[1] and self.is_stateful):  # A causal matrix does not say where the state's keys are.
+            raise unfactored(attn_mask, 'use method="exact"')
+        keys, is_causal = split
+        call = self._replace(
+            attn_mask=keys, mask_kind=kind_of(keys, self.layout), is_causal=self.is_causal or is_causal
+        )
+        return call.factored()
 
     def ungrouped(self) -> "Call":
         """Return the call with a copy of each key head for every query head, which may then have its own mask."""

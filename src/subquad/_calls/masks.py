@@ -2,7 +2,8 @@
 
 A weight phi(q_i).phi(k_j) can lose a key j for all queries at once (padding), for the queries before it (causality) and
 for the queries of other segments (packing), because each of these only decides which sums a query reads. A mask that
-treats every pair (i, j) separately, or adds a number to a logit, has no such form.
+treats every pair (i, j) separately, or adds a number to a logit, has no such form. A matrix of pairs may still be one
+of the above, written out: `split_pairs` finds the keys that it hides and whether it is causal.
 
 Axes: b batch and key heads, n queries, m keys.
 """
@@ -16,6 +17,34 @@ from subquad._calls.layout import Layout
 
 # An attn_mask hides keys from all queries, differs between query heads that share a key head, or treats pairs.
 MaskKind = Literal["keys", "heads", "pairs"]
+
+HIDING = -1e4  # A number at most this large hides: its exponential is 0 in every dtype.
+
+
+def is_true(condition: Tensor) -> bool | None:
+    """Return whether a condition holds; None where values cannot be read: compiling, vmap, the meta device."""
+    if torch.compiler.is_compiling():
+        return None
+    try:
+        return bool(condition)
+    except RuntimeError:
+        return None
+
+
+def shown_by(attn_mask: Tensor) -> Tensor | None:
+    """Return a mask as booleans, True = attend; None if it adds numbers to the logits, or cannot be read."""
+    if attn_mask.dtype == torch.bool:
+        return attn_mask
+    shown = attn_mask == 0
+    return shown if is_true((shown | (attn_mask <= HIDING)).all()) else None
+
+
+def split_pairs(shown: Tensor) -> tuple[Tensor, bool] | None:
+    """Split a mask (..., n, m) into the keys that it shows, (..., 1, m), and causality; None if it is another one."""
+    keys = shown.any(-2, keepdim=True)
+    if shown.shape[-2] == 1 or is_true((shown == keys).all()):
+        return keys, False
+    return (keys, True) if is_true((shown == keys.expand_as(shown).tril()).all()) else None
 
 
 def kind_of(attn_mask: Tensor, layout: Layout) -> MaskKind:
@@ -46,7 +75,8 @@ def unfactored(attn_mask: Tensor, way_out: str) -> ValueError:
     if attn_mask.dtype != torch.bool:
         return ValueError(
             f"attn_mask: got {attn_mask.dtype}, a bias added to each logit, which only exact attention supports; "
-            f"expected a boolean mask of shape (..., 1, keys). For a bias, {way_out}."
+            "expected a boolean mask, or one of 0 and -inf, of shape (..., 1, keys). Where its numbers cannot be read, "
+            f"as under torch.compile, pass a boolean one. For a bias, {way_out}."
         )
     return ValueError(
         f"attn_mask: got shape {tuple(attn_mask.shape)}, a choice for each pair of query and key, which only exact "

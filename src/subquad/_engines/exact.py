@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+from torch.nn.functional import scaled_dot_product_attention
 
 from subquad._calls.call import Call
 from subquad._calls.layout import Layout
@@ -41,8 +41,8 @@ def run(method: Any, call: Call) -> Result:
 
 
 def _sdpa(call: Call) -> Tensor:
-    output = F.scaled_dot_product_attention(
-        call.query, call.key, call.value, call.attn_mask, call.dropout_p, call.is_causal, scale=call.scale,
+    output = scaled_dot_product_attention(
+        call.query, call.key, call.value, _checked_mask(call), call.dropout_p, call.is_causal, scale=call.scale,
         enable_gqa=call.layout.group > 1,
     )  # fmt: skip
     return output[0] if call.is_headless else output
@@ -80,7 +80,7 @@ def _attend(method: Any, call: Call, attn_mask: Tensor | None, keep: Tensor | No
         seen = _with_masks(layout, seen, keep, attn_mask, slice(start, start + rows.shape[-2]))
         start += rows.shape[-2]
         outputs.append(
-            F.scaled_dot_product_attention(
+            scaled_dot_product_attention(
                 rows, key, value, seen, call.dropout_p, scale=call.scale, enable_gqa=layout.group > 1
             )
         )

@@ -1,6 +1,7 @@
 """Methods: the values that a user can name, one file each.
 
-To add a method, write its file, add its class to `BUILT_IN`, and export it from `subquad`. `BlockSparse` has no name:
+To add a method, write its file, add its class to `BUILT_IN` and its name to `names.MethodName`, and export it from
+`subquad`. `BlockSparse` has no name:
 it cannot be made without a layout.
 """
 
@@ -13,21 +14,22 @@ from subquad.methods.feature_map import FeatureMap
 from subquad.methods.linear import Linear
 from subquad.methods.method import FeatureMethod, Method, feature_method
 from subquad.methods.multipole import Multipole
+from subquad.methods.names import NAMES, MethodName, method_named
 from subquad.methods.random_features import RandomFeatures
 from subquad.methods.separable import Separable
 from subquad.methods.taylor import Taylor
 from subquad.methods.window import Window
 
 BUILT_IN: tuple[type[Method], ...] = (Exact, Taylor, RandomFeatures, Linear, Separable, Window, Multipole)
-BY_NAME: dict[str, Method] = {kind.name: kind() for kind in BUILT_IN}  # with default arguments
+KINDS: dict[str, type[Method]] = {kind.name: kind for kind in BUILT_IN}
 
 AnyMethod: TypeAlias = Method | FeatureMap  # what `resolve` returns
-MethodLike: TypeAlias = AnyMethod | str  # what a user may pass
+MethodLike: TypeAlias = AnyMethod | MethodName | str  # what a user may pass; a name may have an argument, "taylor:3"
 
 __all__ = [
-    "AnyMethod", "BUILT_IN", "BY_NAME", "BlockSparse", "ErrorEstimate", "Exact", "FeatureMap", "FeatureMethod",
-    "Linear", "Method", "MethodLike", "Multipole", "RandomFeatures", "Separable", "Taylor", "Window", "feature_method",
-    "label_of", "resolve",
+    "AnyMethod", "BUILT_IN", "BlockSparse", "ErrorEstimate", "Exact", "FeatureMap", "FeatureMethod", "Linear",
+    "Method", "MethodLike", "MethodName", "Multipole", "NAMES", "RandomFeatures", "Separable", "Taylor", "Window",
+    "feature_method", "label_of", "resolve",
 ]  # fmt: skip
 
 
@@ -35,16 +37,13 @@ def resolve(method: MethodLike, more_names: tuple[str, ...] = ()) -> AnyMethod:
     """Return the method with this name, or the method itself.
 
     Args:
-        method: A name, a built-in method, or an object with the members of `FeatureMap`.
+        method: A name such as "taylor" or "taylor:3", a built-in method, or an object with the members of `FeatureMap`.
         more_names: Further names for the error message.
     """
     if isinstance(method, Method):
         return method
     if isinstance(method, str):
-        if method not in BY_NAME:
-            names = ", ".join(map(repr, (*BY_NAME, *more_names)))
-            raise ValueError(f"method: expected one of {names} or a method, got {method!r}")
-        return BY_NAME[method]
+        return method_named(method, KINDS, more_names)
     if isinstance(method, type):
         raise TypeError(
             f"method: expected a method such as {method.__name__}(), got the class {method.__name__} itself"

@@ -1,8 +1,8 @@
 """Linear: products of simple activations, for models that are trained with it.
 
-    identity   w = q.k                          the plain sum of x_j v_j, without a normalizer
     elu        w = (elu(q) + 1).(elu(k) + 1)    positive
     relu       w = relu(q).relu(k)              positive
+    identity   w = q.k                          the plain sum of x_j v_j, without a normalizer
 
 with d features.
 """
@@ -29,17 +29,17 @@ class Linear(FeatureMethod):
     Example:
         >>> import torch
         >>> from subquad import attention
-        >>> attention(*torch.ones(3, 1, 2, 5, 4), method=Linear("elu")).shape
+        >>> attention(*torch.ones(3, 1, 2, 5, 4), method=Linear()).shape
         torch.Size([1, 2, 5, 4])
     """
 
     name = "linear"
     argument = "activation"
 
-    activation: Literal["identity", "elu", "relu"] = "identity"
+    activation: Literal["elu", "relu", "identity"] = "elu"
 
     def __post_init__(self) -> None:
-        check_choice("activation", self.activation, ("identity", "elu", "relu"))
+        check_choice("activation", self.activation, ("elu", "relu", "identity"))
 
     @property
     def positive(self) -> bool:  # type: ignore[override]

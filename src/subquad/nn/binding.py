@@ -1,8 +1,9 @@
-"""What a module needs to compute attention by a method: the random matrix as a buffer, and a single warning.
+"""What a module needs to compute attention by a method: the random matrix as a buffer.
 
     bind_method(self, method, head_dim)         in __init__: sets `method`, and the buffer `random_matrix`
     bound_method(self)                          in forward: the method with that buffer as its matrix
-    quiet_attention(q, k, v, method=...)        in forward: `attention` without the warning given at construction
+
+`quiet_attention` then computes without the warning that was given at construction.
 
 The buffer belongs to the module itself, so that its key in a state_dict is `random_matrix`.
 """
@@ -13,10 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from subquad._calls.call import Call
-from subquad._engines import run
-from subquad.attention import attention
-from subquad.methods import Method, RandomFeatures
+from subquad.methods import RandomFeatures
 
 
 def bind_method(module: nn.Module, method: Any, head_dim: int, like: Tensor | None = None) -> None:
@@ -54,11 +52,3 @@ def random_matrix(method: Any, head_dim: int, like: Tensor | None = None) -> Ten
         return None
     matrix = method.draw(head_dim) if method.matrix is None else method.matrix
     return matrix if like is None else matrix.to(like.device, torch.promote_types(like.dtype, torch.float32))
-
-
-def quiet_attention(query: Tensor, key: Tensor, value: Tensor, *, method: Any, **options: Any) -> Any:
-    """Compute `attention` without warning about the method: the user was warned when the module was made."""
-    if not isinstance(method, Method) or method.warning is None:
-        return attention(query, key, value, method=method, **options)
-    output, state, _ = run(method, Call.of(query, key, value, **options))
-    return (output, state) if options.get("return_state") else output

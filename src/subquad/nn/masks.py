@@ -8,6 +8,8 @@ from math import sqrt
 import torch
 from torch import Tensor
 
+from subquad._calls.masks import HIDING, is_true, split_pairs
+
 HIDDEN = float("-inf")
 
 
@@ -38,40 +40,27 @@ def softmax_weights(q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def factored(attn_mask: Tensor) -> tuple[Tensor, bool]:
-    """Split a mask (..., n, m) into what an approximation supports: hidden keys, (..., 1, m), and causality."""
-    shown = shown_by("attn_mask", attn_mask)
-    keys = shown.any(-2, keepdim=True)
-    if shown.shape[-2] == 1 or _known((shown == keys).all()):
-        return keys, False
-    if _known((shown == keys.expand_as(shown).tril()).all()):
-        return keys, True
-    raise ValueError(
-        "attn_mask: this method can hide a key from all queries, or from the queries before it; this mask does "
-        "something else, or its values cannot be read under torch.compile. Pass is_causal=True if it is the causal "
-        'mask, pass key_padding_mask to hide keys, or use method="exact".'
-    )
+    """Split a mask (..., n, m) into what an approximation supports: the keys shown, (..., 1, m), and causality."""
+    split = split_pairs(shown_keys("attn_mask", attn_mask))
+    if split is None:
+        raise ValueError(
+            "attn_mask: this method can hide a key from all queries, or from the queries before it; this mask does "
+            "something else, or its values cannot be read under torch.compile. Pass is_causal=True if it is the causal "
+            'mask, pass key_padding_mask to hide keys, or use method="exact".'
+        )
+    return split
 
 
-def shown_by(name: str, mask: Tensor) -> Tensor:
+def shown_keys(name: str, mask: Tensor) -> Tensor:
     """Return True where a mask shows a key; raise ValueError if it does more than hide keys."""
     if mask.dtype == torch.bool:
         return ~mask
-    if _known(((mask == 0) | (mask == HIDDEN)).all()) is False:
+    if is_true(((mask == 0) | (mask <= HIDING)).all()) is False:
         raise ValueError(
             f"{name}: expected booleans, or only 0 and -inf; got other numbers. This method does not support a bias "
             'added to the logits; use method="exact".'
         )
     return mask == 0
-
-
-def _known(condition: Tensor) -> bool | None:
-    """Return whether a condition holds; None where values cannot be read: compiling, vmap, the meta device."""
-    if torch.compiler.is_compiling():
-        return None
-    try:
-        return bool(condition)
-    except RuntimeError:
-        return None
 
 
 def check_mask(name: str, mask: Tensor | None, *shapes: tuple[int, ...]) -> None:

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from subquad._engines import engine_of
-from subquad.attention import MethodLike, resolve, warn_about
-from subquad.nn.binding import bind_method, bound_method, quiet_attention, random_matrix
-from subquad.nn.masks import as_bias, check_mask, check_shape, factored, shown_by, softmax_weights
+from subquad.attention import MethodLike, quiet_attention, resolve, warn_about
+from subquad.nn.binding import bind_method, bound_method, random_matrix
+from subquad.nn.masks import as_bias, check_mask, check_shape, factored, shown_keys, softmax_weights
 
 OWN_ATTRIBUTES = ("dropout", "method", "random_matrix")  # all others are shared with the module that was replaced
 
@@ -218,7 +218,7 @@ class MultiheadAttention(nn.Module):
             mask, is_causal = as_bias(attn_mask, key_padding_mask, is_causal, need_weights, lengths, q)
         else:
             mask, is_causal = (None, is_causal) if attn_mask is None or is_causal else factored(attn_mask)
-            keep = None if key_padding_mask is None else shown_by("key_padding_mask", key_padding_mask)
+            keep = None if key_padding_mask is None else shown_keys("key_padding_mask", key_padding_mask)
         if own:
             mask = None if mask is None else F.pad(mask, (own, 0), value=0 if exact else 1)
             keep = None if keep is None else F.pad(keep, (own, 0), value=1)

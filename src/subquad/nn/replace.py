@@ -86,7 +86,11 @@ def _attention_modules(model: nn.Module) -> dict[str, nn.Module]:
         )
     found: dict[str, nn.Module] = {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
     if not found:
-        text = f"model: expected a model that contains torch.nn.MultiheadAttention, but {type(model).__name__} has none"
+        text = (
+            f"model: looked for torch.nn.MultiheadAttention and subquad.MultiheadAttention in {type(model).__name__}, "
+            "found none; if the model calls torch.nn.functional.scaled_dot_product_attention, use "
+            "`with subquad.sdpa(method):`"
+        )
         if any(kind.__module__.partition(".")[0] == "transformers" for kind in type(model).__mro__):
             text += "; for Hugging Face models, use subquad.integrations.transformers.replace_attention"
         raise ValueError(text)

@@ -82,13 +82,19 @@ class Replacements:
         self.undo()
 
     def __str__(self) -> str:
-        columns = 5 if any(layer.note for layer in self.layers) else 4
-        rows = [["layer", "name", "before", "now", "note"][:columns]]
+        rows = [["layer", "name", "before", "now", "note"]]
         for layer in self.layers:
             now = "unchanged" if layer.method is None else describe(layer.method)
-            rows.append([str(layer.number), layer.name, layer.before, now, layer.note][:columns])
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+            rows.append([str(layer.number), layer.name, layer.before, now, layer.note])
+        return table(rows)
+
+
+def table(rows: list[list[str]]) -> str:
+    """Return rows, the first of which is the head, as aligned text; without a last column that is empty."""
+    if not any(row[-1] for row in rows[1:]):
+        rows = [row[:-1] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
 def describe(method: AnyMethod | Auto) -> str:

@@ -64,7 +64,7 @@ def test_undo_leaves_no_trace(name, layers):
 
 def test_the_report_lists_every_layer():
     model = tiny("whisper")
-    with replace_attention(model, "linear", layers=[0, 3]) as report:
+    with replace_attention(model, "linear:identity", layers=[0, 3]) as report:
         assert [layer.name for layer in report.layers if layer.method is not None] == [
             "model.encoder.layers.0.self_attn", "model.decoder.layers.0.encoder_attn",
         ]  # fmt: skip
@@ -176,7 +176,9 @@ def test_a_method_with_a_warning_warns_once():
 
 def test_the_two_functions_return_the_same_report_and_refer_to_each_other():
     model = tiny("llama")
-    with pytest.raises(ValueError, match=r"LlamaForCausalLM has none; .* subquad\.integrations\.transformers\.replace"):
+    with pytest.raises(
+        ValueError, match=r"in LlamaForCausalLM, found none; .* subquad\.integrations\.transformers\.replace"
+    ):
         subquad.replace_attention(model, "taylor")
     with replace_attention(model, "taylor") as report:
         assert type(report) is subquad.Replacements

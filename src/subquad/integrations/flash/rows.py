@@ -10,7 +10,7 @@ Axes: b batch, h query heads, g key heads, n queries, m keys, d width, e value w
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+from torch.nn.functional import dropout, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from subquad._engines.finite import NEVER, widen
@@ -58,7 +58,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, rule: Rule, place: int) -> tuple[Te
     if rule.slopes is not None:
         logits = logits - rule.slopes[..., None, None].to(logits.dtype) * distance.abs()
     logits = logits.masked_fill(~_seen(distance, rule), NEVER)
-    weights = F.dropout(logits.softmax(-1), rule.dropout_p)
+    weights = dropout(logits.softmax(-1), rule.dropout_p)
     output = (weights.view(b, g, h // g * n, m) @ widen(v)).view(b, h, n, e)
     return output.to(q.dtype), logits.logsumexp(-1) if rule.needs_lse else logits.new_empty(b, h, 0)
 
@@ -66,7 +66,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, rule: Rule, place: int) -> tuple[Te
 def _attend_by_torch(q: Tensor, k: Tensor, v: Tensor, rule: Rule, place: int) -> tuple[Tensor, Tensor]:
     """Return what `_attend` does, for logits without an addition."""
     seen = _seen(_distance(q.shape[2], k.shape[2], place, q.device), rule)
-    output = F.scaled_dot_product_attention(q, k, v, seen, rule.dropout_p, scale=rule.scale, enable_gqa=True)
+    output = scaled_dot_product_attention(q, k, v, seen, rule.dropout_p, scale=rule.scale, enable_gqa=True)
     return output, q.new_empty(*q.shape[:2], 0)
 
 

@@ -14,9 +14,9 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, Dynam
 from subquad._calls.state import State
 from subquad._engines import engine_of
 from subquad._engines.decoder import Decoder
+from subquad.attention import quiet_attention
 from subquad.integrations.transformers.layers import keeps_state, layers_of, method_of
 from subquad.integrations.transformers.request import planned
-from subquad.nn.binding import quiet_attention
 
 
 class StateLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no types of its own

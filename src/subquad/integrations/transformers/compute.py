@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from subquad.attention import quiet_attention
 from subquad.integrations.transformers.cache import StateLayer
 from subquad.integrations.transformers.layers import keeps_state
 from subquad.integrations.transformers.mask import Mask, Seen, shown_pairs, visible_keys
 from subquad.methods import BlockSparse
-from subquad.nn.binding import quiet_attention
 
 
 def attend_to_all(

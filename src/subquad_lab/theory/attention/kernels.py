@@ -93,7 +93,7 @@ def without_exponential(setting: Setting) -> Finding:
     sizes, right, left, apart = list(product(LENGTHS, (4, 8, 16))), [], [], 0.0
     for size in sizes:
         q, k, v = normal(3, *size, seed=setting.seed)
-        by_sums, by_pairs = (counted(partial(attention, q, k, v, Linear(), order)) for order in ORDERS)
+        by_sums, by_pairs = (counted(partial(attention, q, k, v, Linear("identity"), order)) for order in ORDERS)
         right.append(by_sums.flops)
         left.append(by_pairs.flops)
         apart = max(apart, *(distance(each.result, q @ (k.mT @ v)) for each in (by_sums, by_pairs)))
@@ -101,9 +101,9 @@ def without_exponential(setting: Setting) -> Finding:
     of_left, factors_of_left = misfit(WITHOUT_LEFT, sizes, left)
     length = setting.of(400, 800, 1600)
     q, k, v = normal(3, 1, length, 16, seed=setting.seed)
-    weights = weights_of(q[0], k[0], Linear())
+    weights = weights_of(q[0], k[0], Linear("identity"))
     negative = float((weights < 0).double().mean())
-    divided = subquad.attention(q, k, v, scale=1.0, method=Linear()) / weights.sum(-1, keepdim=True)
+    divided = subquad.attention(q, k, v, scale=1.0, method=Linear("identity")) / weights.sum(-1, keepdim=True)
     outside = float(divided.abs().max() / v.abs().max())
     inside = float(subquad.attention(q, k, v, scale=1.0, method=Exact()).abs().max() / v.abs().max())
     return Finding(

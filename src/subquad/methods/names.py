@@ -1,0 +1,44 @@
+"""Methods by name: "taylor" is `Taylor()`, "taylor:3" is `Taylor(degree=3)`, "random:256" is `RandomFeatures(256)`."""
+
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+from typing import Literal, get_args
+
+from subquad.methods.method import Method
+
+# Every name that `method=` accepts; some may be followed by a colon and a number or a word.
+MethodName = Literal["exact", "taylor", "random", "linear", "separable", "window", "multipole", "auto"]
+NAMES: tuple[str, ...] = get_args(MethodName)
+
+
+def method_named(spec: str, kinds: Mapping[str, type[Method]], more_names: Sequence[str] = ()) -> Method:
+    """Return the method that a name stands for, with its defaults unless a colon and an argument follow.
+
+    Args:
+        spec: A name, or a name, a colon and the method's `argument`.
+        kinds: Methods by name.
+        more_names: Further names for the error message.
+
+    Raises:
+        ValueError: The name is unknown, or what follows the colon is invalid.
+    """
+    name, colon, text = spec.partition(":")
+    if name not in kinds:
+        names = (*kinds, *more_names)
+        close = get_close_matches(name.lower(), names, 1)
+        hint = f"; did you mean {close[0] + colon + text!r}?" if close else ""
+        raise ValueError(f"method: expected one of {', '.join(map(repr, names))} or a method, got {spec!r}{hint}")
+    kind = kinds[name]
+    if not colon:
+        return kind()
+    if kind.argument is None:
+        raise ValueError(f"method: {name!r} takes nothing after its name, got {spec!r}")
+    default = getattr(kind(), kind.argument)
+    try:
+        value = type(default)(text)
+    except ValueError:
+        raise ValueError(f"method: expected a whole number for {kind.argument} in {spec!r}, got {text!r}") from None
+    try:
+        return kind(**{kind.argument: value})
+    except ValueError as error:
+        raise ValueError(f"method: {spec!r}: {error}") from error
