@@ -768,6 +768,20 @@ def test_nested_replacements_are_undone_in_reverse():
     assert type(model.layers[0].self_attn) is nn.MultiheadAttention
 
 
+def test_undo_in_the_wrong_order_is_refused_and_changes_nothing():
+    model = encoder_of()
+    own = [type(module) for module in model.modules()]
+    first, second = replace_attention(model, "taylor"), replace_attention(model, "linear", layers=[1])
+    with pytest.raises(RuntimeError, match=r"undo: layers\.1\.self_attn was replaced again since"):
+        first.undo()
+    assert model.layers[1].self_attn.method == Linear("elu")
+    second.undo()
+    assert model.layers[1].self_attn.method == Taylor(2)
+    first.undo()
+    first.undo()
+    assert [type(module) for module in model.modules()] == own
+
+
 def test_undo_keeps_trained_and_loaded_parameters_and_the_mode():
     model, other = encoder_of().train(), encoder_of()
     report = replace_attention(model, "taylor")

@@ -117,6 +117,9 @@ def _obstacle(module: nn.Module) -> str:
 def _exchange(model: nn.Module, successors: dict[nn.Module, MultiheadAttention], report: Replacements) -> None:
     """Put the successors in, wherever their modules are used, and record in the report how to undo it."""
 
+    in_place = {name: successors[module] for name, module in model.named_modules() if module in successors}
+    report._is_in_place = lambda name: model.get_submodule(name) is in_place[name]
+
     def restore(name: str, module: nn.Module) -> None:
         share_parameters(successors[module], module)
         model.set_submodule(name, module)

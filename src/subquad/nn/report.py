@@ -56,6 +56,8 @@ class Replacements:
 
     layers: tuple[Replacement, ...]
     _undo_steps: list[Callable[[], object]] = field(default_factory=list, repr=False, compare=False)
+    # Whether the layer with this name still has the attention that this replacement gave it.
+    _is_in_place: Callable[[str], bool] = field(default=lambda name: True, repr=False, compare=False)
 
     @property
     def replaced(self) -> tuple[str, ...]:
@@ -70,8 +72,16 @@ class Replacements:
     def undo(self) -> None:
         """Restore the attention that the layers had; parameters keep their current values.
 
-        A second call does nothing. If `replace_attention` was called several times, undo the last call first.
+        A second call does nothing.
+
+        Raises:
+            RuntimeError: A layer was replaced again since. Undone first, this replacement would come back with the
+                `undo` of the later one.
         """
+        if self._undo_steps:
+            for name in self.replaced:
+                if not self._is_in_place(name):
+                    raise RuntimeError(f"undo: {name} was replaced again since; undo the later replacement first")
         while self._undo_steps:
             self._undo_steps.pop()()
 
