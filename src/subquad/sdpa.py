@@ -111,7 +111,9 @@ class Routing:
         _remove(self)
 
     def __enter__(self) -> "Routing":
-        if not any(self in routings for routings in _active.values()):
+        with _lock:
+            is_active = any(self in routings for routings in _active.values())
+        if not is_active:
             _add(self)
         return self
 
