@@ -8,6 +8,7 @@ torch.Size([1, 8, 512, 16])
 
 from subquad._calls.state import State
 from subquad._engines.decoder import Decoder
+from subquad._engines.decompositions import decompositions
 from subquad.attention import attention, normalizer
 from subquad.methods.block_sparse import BlockSparse
 from subquad.methods.error_estimate import ErrorEstimate
@@ -34,8 +35,8 @@ __version__ = "0.1.0"
 
 __all__ = [
     # compute
-    "attention", "normalizer", "Decoder", "Exact", "Taylor", "RandomFeatures", "Linear", "Separable", "Window",
-    "BlockSparse", "Multipole", "Auto", "FeatureMap", "State",
+    "attention", "normalizer", "decompositions", "Decoder", "Exact", "Taylor", "RandomFeatures", "Linear", "Separable",
+    "Window", "BlockSparse", "Multipole", "Auto", "FeatureMap", "State",
     # predict
     "cost", "multihead_cost", "crossover", "error", "needed_degree", "needed_features", "logit_range", "measure_error",
     "plan",

@@ -34,6 +34,7 @@ _tracing_state = find_internal("_C._get_tracing_state")
 _dispatch_modes = find_internal("_C._len_torch_dispatch_stack")
 _forward_ad = find_internal("autograd.forward_ad")
 _register_pytree_node = find_internal("utils._pytree.register_pytree_node")
+_fake = find_internal("_subclasses.FakeTensor")
 find_internal("autograd.forward_ad._current_level")  # read at call time below
 
 
@@ -59,6 +60,23 @@ def is_transformed(*tensors: Tensor) -> bool:
 def is_recorded() -> bool:
     """Return whether `torch.jit.trace` or a dispatch mode records the operations of this call."""
     return _dispatch_modes() > 0 or _tracing_state() is not None
+
+
+def has_open_size(*sizes: int) -> bool:
+    """Return whether a program is recorded for other values of one of these sizes too."""
+    if torch.compiler.is_compiling():
+        return not all(torch.fx.experimental.symbolic_shapes.has_static_value(size) for size in sizes)
+    return torch.jit.is_tracing() or any(isinstance(size, torch.SymInt) for size in sizes)
+
+
+def has_numbers(tensor: Tensor) -> bool:
+    """Return whether a tensor is more than a shape: neither on the device "meta" nor of a FakeTensorMode."""
+    return not tensor.is_meta and not isinstance(tensor, _fake)
+
+
+def in_onnx_export() -> bool:
+    """Return whether torch.onnx.export records this call; its format does not have our operators."""
+    return (torch.compiler.is_compiling() or torch.jit.is_tracing()) and torch.onnx.is_in_onnx_export()
 
 
 def is_batched(tensor: Tensor) -> bool:

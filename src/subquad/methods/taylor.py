@@ -16,6 +16,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from subquad._torch_internals import has_open_size
 from subquad.methods.checks import check_choice, check_whole
 from subquad.methods.error_estimate import UNKNOWN_ERROR, ErrorEstimate
 from subquad.methods.method import FeatureMethod, Shift, Traits
@@ -109,7 +110,8 @@ class Taylor(FeatureMethod):
 
     def monomials(self, x: Tensor) -> Tensor:
         """Map (..., n, d) to the basis (..., n, r) without its weights."""
-        if x.shape[-2] <= FEW_TOKENS and self.basis == "symmetric" and self.degree > 0 < x.shape[-1]:
+        is_short = not has_open_size(x.shape[-2]) and x.shape[-2] <= FEW_TOKENS
+        if is_short and self.basis == "symmetric" and self.degree > 0 < x.shape[-1]:
             return _symmetric_monomials_of_few(x, self.degree)
         rows = x.mT  # Feature-major, so that each block below is one long product over contiguous memory.
         one = torch.ones_like(rows[..., :1, :])

@@ -85,7 +85,7 @@ def _stepped(method: Multipole, call: Call, state: State) -> Result | State | No
     code = FOUND.library.multipole_step(ctypes.byref(own))
     if code == SEGMENT_DUE and keep is None:
         memory = with_next_segment(method, prepared.memory_of(state))
-        return None if memory is None else unfolded(memory, method, layout, None, layout.value_width)
+        return None if memory is None else unfolded(memory, method, call)
     if code in (SEGMENT_DUE, POISONED):
         return None
     check_result(code)
