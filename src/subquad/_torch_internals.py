@@ -74,6 +74,27 @@ def has_numbers(tensor: Tensor) -> bool:
     return not tensor.is_meta and not isinstance(tensor, _fake)
 
 
+def outside_graph(function: Callable[..., Any], reason: str) -> Callable[..., Any]:
+    """Return the function as one that is never recorded, because it depends on numbers.
+
+    `torch.compile` breaks the graph here; with fullgraph=True it raises, with the reason.
+
+    Raises:
+        ValueError: torch.export or torch.jit.trace records this call.
+    """
+    if torch.jit.is_tracing() or torch.compiler.is_exporting():
+        raise ValueError(reason)
+    if not torch.compiler.is_compiling():
+        return function
+    torch._dynamo.graph_break(msg=reason)
+    return torch.compiler.disable(function)  # type: ignore[no-any-return]
+
+
+def exponential(temporary: Tensor) -> Tensor:
+    """Return the exponential of a tensor that is not used further: in place, except in recorded programs."""
+    return temporary.exp() if torch.compiler.is_compiling() or is_recorded() else temporary.exp_()
+
+
 def in_onnx_export() -> bool:
     """Return whether torch.onnx.export records this call; its format does not have our operators."""
     return (torch.compiler.is_compiling() or torch.jit.is_tracing()) and torch.onnx.is_in_onnx_export()

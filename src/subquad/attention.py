@@ -26,12 +26,16 @@ from subquad._calls.call import Call, check_tensors
 from subquad._calls.state import State
 from subquad._engines import engine_of, run
 from subquad._engines.finite import widen
-from subquad._torch_internals import has_numbers
+from subquad._torch_internals import has_numbers, outside_graph
 from subquad.methods import AnyMethod, Exact, Method, feature_method
 from subquad.methods import resolve as resolve_named
 from subquad.planning.auto import Auto
 
 MethodLike: TypeAlias = AnyMethod | Auto | str
+AUTO_IN_GRAPH = (
+    "method: Auto decides by numbers, which a fixed graph does not have (torch.export, torch.jit.trace, torch.compile "
+    "with fullgraph=True); name a method there, such as the one that Auto().choose(...) finds for a sample"
+)
 
 
 def resolve(method: MethodLike) -> AnyMethod | Auto:
@@ -127,13 +131,8 @@ def attention(
     if isinstance(method, Auto):
         if state is not None or return_state:
             raise ValueError("state: Auto decides by the whole sequence; name a method to compute it in pieces")
-        if torch.compiler.is_compiling() or torch.jit.is_tracing():
-            raise ValueError(
-                "method: Auto decides by numbers, which a recorded program (torch.compile, torch.export, "
-                "torch.jit.trace) does not have; name a method, such as the one that Auto().choose(...) finds for a "
-                "sample"
-            )
-        method = method.choose(
+        choose = outside_graph(method.choose, AUTO_IN_GRAPH)
+        method = choose(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, key_padding_mask=key_padding_mask,
             segment_ids=segment_ids,
         ).method if has_numbers(query) else Exact()  # fmt: skip

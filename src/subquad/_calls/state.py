@@ -156,8 +156,8 @@ def check_scale(state: State, scale: float) -> None:
     """Raise ValueError unless the state was made with this factor of the logits."""
     if abs(state.scale - scale) > SCALE_TOLERANCE * abs(state.scale):
         raise ValueError(
-            f"scale: expected {state.scale:g}, with which the state was made, got {scale:g} (the default is "
-            f"1/sqrt(width)); pass scale={state.scale:g} to every call that continues this state"
+            f"scale: expected {state.scale!r}, with which the state was made, got {scale!r} (the default is "
+            f"1/sqrt(width)); pass scale={state.scale!r} to every call that continues this state"
         )
 
 
@@ -174,7 +174,6 @@ def check_state(
         and (old is None or new is None or not torch.equal(old, new))
     ):
         raise ValueError("state: expected one made with the same matrix of random projections, got one with another")
-    check_scale(state, scale)
     if state.sums is None and state.keys is None and not state.parts:
         return  # No key has been seen.
     if (state.segment is not None) != has_segments:
@@ -194,3 +193,4 @@ def check_state(
         found_dtype, wanted_dtype = state.keys.dtype, dtype
     if found != expected or found_dtype != wanted_dtype:
         raise ValueError(f"state: expected {expected} in {wanted_dtype} for these inputs, got {found} in {found_dtype}")
+    check_scale(state, scale)

@@ -108,6 +108,8 @@ class Decoder:
             return None
         if not self._gqa and query.shape[-3] != key.shape[-3]:
             return None
-        check_scale(state, 1 / sqrt(max(1, key.shape[-1])) if self._scale is None else self._scale)
         prepare = PREPARED.get(engine_of(state.method))
-        return None if prepare is None else prepare(state, self._scale, *given)
+        steps = None if prepare is None else prepare(state, self._scale, *given)
+        if steps is not None:
+            check_scale(state, 1 / sqrt(max(1, key.shape[-1])) if self._scale is None else self._scale)
+        return steps

@@ -20,6 +20,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from subquad._torch_internals import exponential
 from subquad.methods.checks import check_choice, check_whole
 from subquad.methods.error_estimate import ErrorEstimate
 from subquad.methods.method import FeatureMethod, Shift, Traits
@@ -123,7 +124,7 @@ class RandomFeatures(FeatureMethod):
         if self.kind == "hyperbolic":
             projected = torch.cat([projected, -projected], -1)
         largest = projected.detach().amax(-1)
-        features = (projected - (largest + (half_norm - half_norm.detach()))[..., None]).exp_()
+        features = exponential(projected - (largest + (half_norm - half_norm.detach()))[..., None])
         return features, largest - half_norm.detach() - log(self.num_features) / 2
 
     def traits(self, width: int) -> Traits:

@@ -81,7 +81,8 @@ def turned(method: FeatureMethod, table: Tensor | None) -> Tensor | None:
     """Return (d, rows) of the projections (rows, d), each row padded to whole vectors; None for other maps."""
     if table is None or method.is_weighted:
         return None
-    return F.pad(table.mT, (0, padded(table.shape[0]) - table.shape[0])).contiguous()
+    rows = table.size(0)
+    return F.pad(table.mT, (0, padded(rows) - rows)).contiguous()
 
 
 def _forward(operands: Operands, numbers: Numbers) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -23,13 +23,13 @@ from subquad._engines.multipole.native_call import is_served, meet_natively
 from subquad._engines.multipole.state import folded, unfolded
 from subquad._engines.multipole.step import stepped
 from subquad._engines.result import Result
-from subquad._torch_internals import has_numbers, in_vmap
+from subquad._torch_internals import has_numbers, in_vmap, outside_graph
 from subquad.methods.multipole import Multipole
 from subquad.native.calls import PADDING, padded
 
 DATA_DEPENDENT = (
-    "Multipole selects blocks from data, so no fixed graph can hold it (torch.export, torch.jit.trace, torch.compile "
-    "with fullgraph=True); expected a feature method or Window there, or torch.compile with fullgraph=False"
+    "method: Multipole selects blocks from data, which a fixed graph cannot do (torch.export, torch.jit.trace, "
+    "torch.compile with fullgraph=True); expected a feature method or Window there"
 )
 
 
@@ -47,14 +47,12 @@ class Mode(NamedTuple):
 def run(method: Multipole, call: Call, form: str | None = None) -> Result:
     """Compute the call; the form "dense" or "chunked" asks for torch's operations."""
     call = call.factored()
-    if torch.jit.is_tracing() or torch.compiler.is_exporting():
-        raise ValueError(f"method: {DATA_DEPENDENT}")
+    attend = outside_graph(_attend, DATA_DEPENDENT)
     if not has_numbers(call.query):
         return _shape_alone(call)
     by_torch = form in ("dense", "chunked")
     if not by_torch and not call.is_autocast and (done := stepped(method, call)) is not None:
         return done
-    attend = torch.compiler.disable(_attend, reason=DATA_DEPENDENT) if torch.compiler.is_compiling() else _attend
     wide: AbstractContextManager[Any] = nullcontext()
     if call.is_autocast:
         wide = torch.autocast(call.layout.device.type, enabled=False)

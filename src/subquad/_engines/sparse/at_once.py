@@ -37,7 +37,7 @@ def _banded(
     q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, key_poison: Tensor, softcap: float | None,
     sink_logits: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    b, g, n, _ = q.shape
+    b, _, n, _ = q.shape
     m, reach, device = k.shape[1], pattern.reach, q.device
     tiles = (n + 2 * BAND_ROWS - 1) // BAND_ROWS  # One in excess: sizes of 1 would be special to torch.
     missing = tiles * BAND_ROWS - n
