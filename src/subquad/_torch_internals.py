@@ -59,14 +59,19 @@ def is_transformed(*tensors: Tensor) -> bool:
 
 def is_recorded() -> bool:
     """Return whether `torch.jit.trace` or a dispatch mode records the operations of this call."""
-    return _dispatch_modes() > 0 or _tracing_state() is not None
+    return _dispatch_modes() > 0 or in_trace()
+
+
+def in_trace() -> bool:
+    """Return whether `torch.jit.trace` records this call."""
+    return _tracing_state() is not None
 
 
 def has_open_size(*sizes: int) -> bool:
     """Return whether a program is recorded for other values of one of these sizes too."""
     if torch.compiler.is_compiling():
         return not all(torch.fx.experimental.symbolic_shapes.has_static_value(size) for size in sizes)
-    return torch.jit.is_tracing() or any(isinstance(size, torch.SymInt) for size in sizes)
+    return in_trace() or any(isinstance(size, torch.SymInt) for size in sizes)
 
 
 def has_numbers(tensor: Tensor) -> bool:
@@ -82,7 +87,7 @@ def outside_graph(function: Callable[..., Any], reason: str) -> Callable[..., An
     Raises:
         ValueError: torch.export or torch.jit.trace records this call.
     """
-    if torch.jit.is_tracing() or torch.compiler.is_exporting():
+    if in_trace() or torch.compiler.is_exporting():
         raise ValueError(reason)
     if not torch.compiler.is_compiling():
         return function
@@ -97,7 +102,7 @@ def exponential(temporary: Tensor) -> Tensor:
 
 def in_onnx_export() -> bool:
     """Return whether torch.onnx.export records this call; its format does not have our operators."""
-    return (torch.compiler.is_compiling() or torch.jit.is_tracing()) and torch.onnx.is_in_onnx_export()
+    return (torch.compiler.is_compiling() or in_trace()) and torch.onnx.is_in_onnx_export()
 
 
 def is_batched(tensor: Tensor) -> bool:
@@ -113,6 +118,16 @@ def mark_constant(function: Callable[..., Any], name: str) -> None:
     """
     function.__code__ = function.__code__.replace(co_name=name)
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def with_fixed_sizes(tensor: Tensor) -> Tensor:
+    """Return the tensor as one whose sizes torch.compile(dynamic=True) takes for constants.
+
+    This is what `torch._dynamo.mark_static` does, which would import the whole compiler. Without it, a size of a table
+    that equals the first length is taken for that length, and the program is wrong at all others.
+    """
+    tensor._dynamo_static_indices = set(range(tensor.dim()))  # type: ignore[attr-defined]
+    return tensor
 
 
 def register_container(kind: type, flatten: Callable[[Any], Any], unflatten: Callable[[Any, Any], Any]) -> None:

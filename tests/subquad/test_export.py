@@ -38,7 +38,7 @@ HAS_KERNELS = native.available()
 
 
 class Model(nn.Module):
-    """All masks, causal and not, by some methods."""
+    """Causal and padded, and neither, by some methods."""
 
     def __init__(self, *methods) -> None:
         super().__init__()
@@ -46,9 +46,8 @@ class Model(nn.Module):
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> tuple[Tensor, ...]:
         return tuple(
-            attention(q, k, v, is_causal=is_causal, method=method, key_padding_mask=mask)
+            attention(q, k, v, is_causal=mask is not None, method=method, key_padding_mask=mask)
             for method in self.methods
-            for is_causal in (False, True)
             for mask in (None, keep)
         )
 
@@ -89,7 +88,7 @@ def test_one_program_serves_every_length_and_batch(name) -> None:
     wanted = {f"subquad.{'sparse' if 'window' in name else 'forward'}.default"} if by_kernels else set()
     assert operators(program) == wanted
     check(program.module(), model)
-    if by_kernels:
+    if by_kernels and name in ("taylor", "hyperbolic", "window with sinks"):
         plain = program.run_decompositions(subquad.decompositions())
         assert operators(plain) == set()
         check(plain.module(), model, SIZES[:-1])
@@ -99,7 +98,7 @@ def test_one_program_serves_every_length_and_batch(name) -> None:
 def test_a_plain_program_is_linear_in_the_length(name, torch_alone) -> None:
     """No tensor of the program is as large as all pairs of a long sequence."""
     nodes = [node for node in exported(METHODS[name]).graph.nodes if isinstance(node.meta.get("val"), Tensor)]
-    batch, _, length, _ = nodes[0].meta["val"].shape  # of the queries
+    batch, _, length, _ = next(node.meta["val"].shape for node in nodes if node.name == "q")
     long = 1 << 16
     for node in nodes:
         count = 1
@@ -127,7 +126,7 @@ def test_a_saved_program_is_loaded_after_one_import(tmp_path) -> None:
 def test_onnx_runtime_computes_the_same_at_every_length() -> None:
     pytest.importorskip("onnxscript")
     runtime = pytest.importorskip("onnxruntime")
-    methods = [METHODS[name] for name in ("taylor", "hyperbolic", "elu", "separable", "window with sinks")]
+    methods = [METHODS[name] for name in ("taylor", "hyperbolic", "window with sinks")]
     batch, length = torch.export.Dim("batch", min=1, max=64), torch.export.Dim("length", min=1, max=4096)
     shapes = ({0: batch, 2: length},) * 3 + ({0: batch, 1: length},)
     program = torch.onnx.export(Model(*methods), inputs(3, 17), dynamo=True, dynamic_shapes=shapes, verbose=False)
@@ -163,7 +162,7 @@ def test_every_feature_method_and_window_compile_as_one_graph(is_dynamic) -> Non
 
     torch.compiler.reset()
     compiled = torch.compile(compute, fullgraph=True, dynamic=is_dynamic, backend="aot_eager")
-    for n in (30, 70) if is_dynamic else (30,):
+    for n in (16, 70) if is_dynamic else (30,):  # 16 is also the number of random features.
         given = [x.requires_grad_() for x in inputs(2, n)[:3]]
         for found, expected in zip(compiled(*given), compute(*given), strict=True):
             assert relative(found, expected) < 1e-5

@@ -59,7 +59,8 @@ def _banded(
 
     def picked(x: Tensor) -> Tensor:
         of = index[..., None].expand(-1, -1, x.shape[-1])
-        return x.gather(1, of).unflatten(1, (tiles, places.shape[-1]))
+        found: Tensor = x.gather(1, of).unflatten(1, (tiles, places.shape[-1]))
+        return found
 
     if pattern.keep is not None:
         seen = seen & picked(pattern.keep[..., None])[..., 0][:, :, None]

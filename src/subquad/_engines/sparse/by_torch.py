@@ -33,16 +33,16 @@ def attend_by_torch(
     outputs = []
     for start in range(0, q.shape[2], TILE_ROWS):
         rows = slice(start, min(start + TILE_ROWS, q.shape[2]))
-        parts = [slice(low, high) for low, high in pattern.hull(rows)]
-        outputs.append(_tile(q[:, :, rows], k, v, pattern, rows, parts, key_poison, softcap, sink_logits))
+        outputs.append(_tile(q[:, :, rows], k, v, pattern, rows, key_poison, softcap, sink_logits))
     output = torch.cat(outputs, 2) if outputs else _nothing(q, k, v, sink_logits)
     return output.masked_fill(row_poison.isnan()[..., None], float("nan"))
 
 
 def _tile(
-    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, rows: slice, parts: list[slice], key_poison: Tensor,
-    softcap: float | None, sink_logits: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, rows: slice, key_poison: Tensor, softcap: float | None,
+    sink_logits: Tensor | None,
 ) -> Tensor:  # fmt: skip
+    parts = [slice(low, high) for low, high in pattern.hull(rows)]
     if not parts:
         return _nothing(q, k, v, sink_logits)
     keys, values, poison = (torch.cat([x[:, part] for part in parts], 1) for x in (k, v, key_poison))

@@ -22,7 +22,7 @@ from subquad._engines.sparse.fused import attend_natively
 from subquad._engines.sparse.memory import Tokens, folded, grown, held, state_after
 from subquad._engines.sparse.native_call import is_served
 from subquad._engines.sparse.pattern import Pattern
-from subquad._torch_internals import has_numbers
+from subquad._torch_internals import has_numbers, in_trace
 from subquad.methods.block_sparse import BlockSparse
 from subquad.methods.sparse import SparseMethod
 from subquad.methods.window import Window
@@ -109,7 +109,7 @@ def _by_torch(
 ) -> Tensor:
     q, k, v = (widen(x) for x in given)
     q = q * call.logit_scale
-    if torch.compiler.is_compiling() or torch.jit.is_tracing() or not has_numbers(q):
+    if torch.compiler.is_compiling() or in_trace() or not has_numbers(q):
         return attend_at_once(q, k, v, pattern, method.softcap, sinks)
     return attend_by_torch(q, k, v, pattern, method.softcap, sinks)
 

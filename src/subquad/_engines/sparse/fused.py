@@ -19,4 +19,5 @@ def attend_natively(
         is_poisoned = not has_values or bool(poison.sum() != 0)  # A program is recorded for other numbers too.
     else:
         (output, _, poison), is_poisoned = computed(q, k, v, pattern, scale, softcap, sinks)
-    return output.masked_fill(poison.isnan()[..., None], float("nan")) if is_poisoned else output
+    result: Tensor = output.masked_fill(poison.isnan()[..., None], float("nan")) if is_poisoned else output
+    return result

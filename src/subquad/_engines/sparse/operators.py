@@ -70,8 +70,8 @@ def backward(grad: Tensor, output: Tensor, level: Tensor, poison: Tensor, *rest:
     q, k, v, sinks = arguments[:4]
     found = backward_shapes(grad, output, level, poison, *rest)
     delta, grad = torch.empty_like(level), grad.to(output.dtype)
-    pattern = Pattern(*arguments[PATTERN])
-    call, _alive = native_call(q, k, v, pattern, *arguments[PATTERN.stop :], sinks, (output, level, delta))
+    pattern, (scale, softcap) = Pattern(*arguments[PATTERN]), arguments[PATTERN.stop :]
+    call, _alive = native_call(q, k, v, pattern, scale, softcap, sinks, (output, level, delta))
     own_q, own_k, own_v = found[0] if of_queries else None, *(x if of_keys else None for x in found[1:3])
     call.output_grad, call.delta = strided(grad), delta.data_ptr()
     call.q_grad, call.k_grad, call.v_grad = address(own_q), address(own_k), address(own_v)
