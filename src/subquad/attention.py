@@ -47,8 +47,8 @@ def resolve(method: MethodLike) -> AnyMethod | Auto:
 
 def warn_about(method: AnyMethod | Auto, stacklevel: int) -> None:
     """Warn if outputs of the method can be far from those of softmax attention for any input."""
-    text = method.warning if isinstance(method, Method) else None
-    if text is not None and not torch.compiler.is_compiling():
+    text = method.warning if isinstance(method, Method) and not torch.compiler.is_compiling() else None
+    if text is not None:
         warnings.warn(text, stacklevel=stacklevel + 1)
 
 

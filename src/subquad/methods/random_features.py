@@ -15,6 +15,7 @@ import random
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from math import cosh, expm1, inf, log, sqrt
+from operator import index
 from typing import ClassVar, Literal
 
 import torch
@@ -105,7 +106,8 @@ class RandomFeatures(FeatureMethod):
     def table(self, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return the projections (rows, width)."""
         if self.matrix is None:
-            return _draw(self.rows, width, self.orthogonal, self.seed, dtype, device)
+            # The numbers of a method that is a local variable are symbols to torch.compile(dynamic=True).
+            return _draw(index(self.rows), width, bool(self.orthogonal), index(self.seed), dtype, device)
         if self.matrix.shape != (self.rows, width):
             raise ValueError(f"matrix: expected shape {(self.rows, width)}, got {tuple(self.matrix.shape)}")
         return self.matrix.detach().to(device, dtype)

@@ -11,6 +11,7 @@ Axes: n tokens, d width, r features; any axes may precede them.
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import comb
+from operator import index
 from typing import ClassVar, Literal
 
 import torch
@@ -85,7 +86,7 @@ class Taylor(FeatureMethod):
 
     @property
     def native_map(self) -> str | None:
-        return "taylor" if self.basis == "symmetric" and self.degree in NATIVE_DEGREES else None
+        return "taylor" if self.basis == "symmetric" and index(self.degree) in NATIVE_DEGREES else None
 
     @property
     def of_logits(self) -> Callable[[Tensor], Tensor] | None:
@@ -96,7 +97,8 @@ class Taylor(FeatureMethod):
         return True
 
     def size(self, width: int) -> int:
-        return comb(width + self.degree, self.degree) if self.basis == "symmetric" else self.degree * width + 1
+        degree = index(self.degree)  # torch.compile(dynamic=True) would take it for a symbol.
+        return comb(width + degree, degree) if self.basis == "symmetric" else degree * width + 1
 
     def series(self, x: Tensor) -> Tensor:
         """Return the polynomial of the logits x, by Horner's rule."""
@@ -125,7 +127,7 @@ class Taylor(FeatureMethod):
             powers = torch.arange(self.degree + 1, dtype=torch.float64)
             factorials = torch.lgamma(powers + 1).exp().round()
             return torch.cat([factorials[:1], factorials[1:].repeat_interleave(width)]).reciprocal().to(device, dtype)
-        return _symmetric_weights(width, self.degree, dtype, device)
+        return _symmetric_weights(width, index(self.degree), dtype, device)
 
     def features(self, x: Tensor, table: Tensor | None) -> tuple[Tensor, None]:
         return self.monomials(x), None
