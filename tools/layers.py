@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[1] / "src"
 # Each layer may import only itself and earlier ones.
 LAYERS = [
     "subquad._torch_internals", "subquad.native", "subquad.methods", "subquad._calls", "subquad._engines",
-    "subquad.planning", "subquad.attention", "subquad.nn", "subquad.sdpa", "subquad.integrations", "subquad.testing", "subquad",
+    "subquad.planning", "subquad.attention", "subquad.nn", "subquad.integrations", "subquad.testing", "subquad",
 ]  # fmt: skip
 
 

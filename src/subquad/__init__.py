@@ -8,6 +8,7 @@ torch.Size([1, 8, 512, 16])
 
 from subquad._calls.state import State
 from subquad._engines.decoder import Decoder
+from subquad._engines.decompositions import decompositions
 from subquad.attention import attention, normalizer
 from subquad.methods.block_sparse import BlockSparse
 from subquad.methods.error_estimate import ErrorEstimate
@@ -22,6 +23,7 @@ from subquad.methods.window import Window
 from subquad.nn.multihead import MultiheadAttention
 from subquad.nn.replace import replace_attention
 from subquad.nn.report import Replacement, Replacements
+from subquad.nn.sdpa import RoutedCalls, Routing, sdpa
 from subquad.planning.auto import Auto, Choice
 from subquad.planning.cost import cost, multihead_cost
 from subquad.planning.cost_result import Cost
@@ -29,14 +31,13 @@ from subquad.planning.crossover import crossover
 from subquad.planning.error import error, needed_degree, needed_features
 from subquad.planning.measured_error import logit_range, measure_error
 from subquad.planning.plan import Candidate, Plan, plan
-from subquad.sdpa import RoutedCalls, Routing, sdpa
 
 __version__ = "0.1.0"
 
 __all__ = [
     # compute
-    "attention", "normalizer", "Decoder", "Exact", "Taylor", "RandomFeatures", "Linear", "Separable", "Window",
-    "BlockSparse", "Multipole", "Auto", "FeatureMap", "State",
+    "attention", "normalizer", "decompositions", "Decoder", "Exact", "Taylor", "RandomFeatures", "Linear", "Separable",
+    "Window", "BlockSparse", "Multipole", "Auto", "FeatureMap", "State",
     # predict
     "cost", "multihead_cost", "crossover", "error", "needed_degree", "needed_features", "logit_range", "measure_error",
     "plan",

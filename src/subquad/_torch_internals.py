@@ -34,6 +34,7 @@ _tracing_state = find_internal("_C._get_tracing_state")
 _dispatch_modes = find_internal("_C._len_torch_dispatch_stack")
 _forward_ad = find_internal("autograd.forward_ad")
 _register_pytree_node = find_internal("utils._pytree.register_pytree_node")
+_fake = find_internal("_subclasses.FakeTensor")
 find_internal("autograd.forward_ad._current_level")  # read at call time below
 
 
@@ -58,7 +59,50 @@ def is_transformed(*tensors: Tensor) -> bool:
 
 def is_recorded() -> bool:
     """Return whether `torch.jit.trace` or a dispatch mode records the operations of this call."""
-    return _dispatch_modes() > 0 or _tracing_state() is not None
+    return _dispatch_modes() > 0 or in_trace()
+
+
+def in_trace() -> bool:
+    """Return whether `torch.jit.trace` records this call."""
+    return _tracing_state() is not None
+
+
+def has_open_size(*sizes: int) -> bool:
+    """Return whether a program is recorded for other values of one of these sizes too."""
+    if torch.compiler.is_compiling():
+        return not all(torch.fx.experimental.symbolic_shapes.has_static_value(size) for size in sizes)
+    return in_trace() or any(isinstance(size, torch.SymInt) for size in sizes)
+
+
+def has_numbers(tensor: Tensor) -> bool:
+    """Return whether a tensor is more than a shape: neither on the device "meta" nor of a FakeTensorMode."""
+    return not tensor.is_meta and not isinstance(tensor, _fake)
+
+
+def outside_graph(function: Callable[..., Any], reason: str) -> Callable[..., Any]:
+    """Return the function as one that is never recorded, because it depends on numbers.
+
+    `torch.compile` breaks the graph here; with fullgraph=True it raises, with the reason.
+
+    Raises:
+        ValueError: torch.export or torch.jit.trace records this call.
+    """
+    if in_trace() or torch.compiler.is_exporting():
+        raise ValueError(reason)
+    if not torch.compiler.is_compiling():
+        return function
+    torch._dynamo.graph_break(msg=reason)
+    return torch.compiler.disable(function)  # type: ignore[no-any-return]
+
+
+def exponential(temporary: Tensor) -> Tensor:
+    """Return the exponential of a tensor that is not used further: in place, except in recorded programs."""
+    return temporary.exp() if torch.compiler.is_compiling() or is_recorded() else temporary.exp_()
+
+
+def in_onnx_export() -> bool:
+    """Return whether torch.onnx.export records this call; its format does not have our operators."""
+    return (torch.compiler.is_compiling() or in_trace()) and torch.onnx.is_in_onnx_export()
 
 
 def is_batched(tensor: Tensor) -> bool:
@@ -74,6 +118,16 @@ def mark_constant(function: Callable[..., Any], name: str) -> None:
     """
     function.__code__ = function.__code__.replace(co_name=name)
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def with_fixed_sizes(tensor: Tensor) -> Tensor:
+    """Return the tensor as one whose sizes torch.compile(dynamic=True) takes for constants.
+
+    This is what `torch._dynamo.mark_static` does, which would import the whole compiler. Without it, a size of a table
+    that equals the first length is taken for that length, and the program is wrong at all others.
+    """
+    tensor._dynamo_static_indices = set(range(tensor.dim()))  # type: ignore[attr-defined]
+    return tensor
 
 
 def register_container(kind: type, flatten: Callable[[Any], Any], unflatten: Callable[[Any, Any], Any]) -> None:

@@ -28,12 +28,17 @@ from subquad._calls.call import Call, check_tensors
 from subquad._calls.state import State
 from subquad._engines import engine_of, run
 from subquad._engines.finite import widen
+from subquad._torch_internals import has_numbers, outside_graph
 from subquad.methods import AnyMethod, Exact, Method, MethodName, feature_method
 from subquad.methods import resolve as resolve_named
 from subquad.planning.auto import Auto
 from subquad.planning.far_range import warn_far_range
 
 MethodLike: TypeAlias = AnyMethod | Auto | MethodName | str
+AUTO_IN_GRAPH = (
+    "method: Auto decides by numbers, which a fixed graph does not have (torch.export, torch.jit.trace, torch.compile "
+    "with fullgraph=True); name a method there, such as the one that Auto().choose(...) finds for a sample"
+)
 
 
 def resolve(method: MethodLike) -> AnyMethod | Auto:
@@ -45,8 +50,8 @@ def resolve(method: MethodLike) -> AnyMethod | Auto:
 
 def warn_about(method: AnyMethod | Auto, stacklevel: int) -> None:
     """Warn if outputs of the method can be far from those of softmax attention for any input."""
-    text = method.warning if isinstance(method, Method) else None
-    if text is not None and not torch.compiler.is_compiling():
+    text = method.warning if isinstance(method, Method) and not torch.compiler.is_compiling() else None
+    if text is not None:
         warnings.warn(text, stacklevel=stacklevel + 1)
 
 
@@ -157,9 +162,9 @@ def quiet_attention(
     if isinstance(method, Auto):
         if state is not None or is_stateful:
             raise ValueError("state: Auto decides by the whole sequence; name a method to compute it in pieces")
-        method = method.choose(
-            query, key, value, **{name: x for name, x in options.items() if "state" not in name}
-        ).method
+        choose = outside_graph(method.choose, AUTO_IN_GRAPH)
+        given = {name: x for name, x in options.items() if "state" not in name}
+        method = choose(query, key, value, **given).method if has_numbers(query) else Exact()
     mask, is_causal = options.get("attn_mask"), options.get("is_causal", False)
     has_masks = options.get("key_padding_mask") is not None or options.get("segment_ids") is not None
     has_own_form = mask is not None and (is_causal or mask.dim() < 2)  # torch's function does not take it

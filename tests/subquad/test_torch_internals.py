@@ -84,11 +84,11 @@ def test_is_transformed() -> None:
 def test_is_recorded() -> None:
     assert not internals.is_recorded()
     with Recorder():
-        assert internals.is_recorded()
+        assert internals.is_recorded() and not internals.in_trace()
     answers = []
 
     def function(x: Tensor) -> Tensor:
-        answers.append(internals.is_recorded())
+        answers.append(internals.is_recorded() and internals.in_trace())
         return x + 1
 
     torch.jit.trace(function, X, check_trace=False)
@@ -173,8 +173,93 @@ def test_register_container_lets_a_state_pass_through_transforms() -> None:
     assert isinstance(doubled, State) and torch.equal(doubled.sums, 2 * state.sums)
 
 
+def test_has_open_size() -> None:
+    answers = []
+
+    def function(x: Tensor) -> Tensor:
+        answers.append((internals.has_open_size(x.shape[0]), internals.has_open_size(x.shape[1])))
+        return x + 1
+
+    function(X)
+    torch.jit.trace(function, X, check_trace=False)
+
+    class Model(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return function(x)
+
+    torch.export.export(Model(), (X,), dynamic_shapes=({0: torch.export.Dim("n")},))
+    assert answers == [(False, False), (True, True), (True, False)]
+    torch.compiler.reset()
+
+    def branch(x: Tensor) -> Tensor:
+        return x + 1 if internals.has_open_size(x.shape[0]) else x
+
+    dynamic = torch.compile(branch, dynamic=True, fullgraph=True, backend="eager")
+    static = torch.compile(branch, dynamic=False, fullgraph=True, backend="eager")
+    assert torch.equal(dynamic(X), X + 1) and torch.equal(static(X), X)
+
+
+def test_has_numbers() -> None:
+    assert internals.has_numbers(X) and not internals.has_numbers(X.to("meta"))
+    with torch._subclasses.FakeTensorMode() as mode:
+        assert not internals.has_numbers(mode.from_tensor(X))
+
+
+def test_outside_graph() -> None:
+    def numbers(x: Tensor) -> Tensor:
+        return x + int(x.sum())
+
+    def function(x: Tensor) -> Tensor:
+        return internals.outside_graph(numbers, "the reason")(x)
+
+    assert torch.equal(function(X), X + 15)
+    torch.compiler.reset()
+    assert torch.equal(torch.compile(function, backend="eager")(X), X + 15)
+    torch.compiler.reset()
+    with pytest.raises(Exception, match="the reason"):
+        torch.compile(function, backend="eager", fullgraph=True)(X)
+    with pytest.raises(ValueError, match="the reason"):
+        torch.jit.trace(function, X)
+
+
+def test_exponential_is_in_place_unless_a_program_is_recorded() -> None:
+    x = X.clone()
+    assert internals.exponential(x) is x and torch.equal(x, X.exp())
+    with Recorder():
+        assert torch.equal(internals.exponential(X), X.exp()) and not torch.equal(X, X.exp())
+
+
+def test_in_onnx_export(monkeypatch) -> None:
+    assert not internals.in_onnx_export()
+    monkeypatch.setattr(torch.onnx, "is_in_onnx_export", lambda: True)
+    answers = []
+
+    def function(x: Tensor) -> Tensor:
+        answers.append(internals.in_onnx_export())
+        return x + 1
+
+    function(X)  # Outside a recorded program nothing is asked: it would cost a microsecond in each call.
+    torch.jit.trace(function, X, check_trace=False)
+    assert answers == [False, True]
+
+
+def test_with_fixed_sizes_keeps_the_sizes_of_a_constant_out_of_a_dynamic_program() -> None:
+    table = internals.with_fixed_sizes(torch.ones(2, 3))
+
+    def made() -> Tensor:
+        return table
+
+    internals.mark_constant(made, "table_of_the_canary")
+    torch.compiler.reset()
+    compiled = torch.compile(lambda x: x.sum() + made().size(0), dynamic=True, fullgraph=True, backend="eager")
+    for n in (2, 5):  # The first length is that of the table.
+        assert float(compiled(torch.zeros(n, 3))) == 2
+
+
 def test_every_function_has_a_canary() -> None:
-    own = {name for name, value in vars(internals).items() if getattr(value, "__module__", "") == internals.__name__}
+    named = {name: value for name, value in vars(internals).items() if not name.startswith("__")}
+    own = {name for name, value in named.items() if getattr(value, "__module__", "") == internals.__name__}
     tested = {"find_internal", "in_transform", "in_vmap", "is_transformed", "is_recorded", "is_batched",
-              "mark_constant", "register_container"}  # fmt: skip
+              "mark_constant", "register_container", "in_trace", "has_open_size", "has_numbers", "outside_graph",
+              "exponential", "in_onnx_export", "with_fixed_sizes"}  # fmt: skip
     assert own == tested

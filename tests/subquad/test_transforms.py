@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from reference import METHODS
-from subquad import Exact, RandomFeatures, Separable, Taylor, attention
+from subquad import Exact, RandomFeatures, Separable, Taylor, Window, attention
 from subquad._calls.call import Call
 from subquad._engines import run
 
@@ -84,7 +84,7 @@ def test_a_state_passes_through_a_transform() -> None:
     torch.testing.assert_close(state.sums, expected.sums)
 
 
-@pytest.mark.parametrize("method", [Taylor(2), RandomFeatures(8), Separable(), Exact()], ids=str)
+@pytest.mark.parametrize("method", [Taylor(2), RandomFeatures(8), Separable(), Window(5, sinks=2), Exact()], ids=str)
 def test_compiles_as_one_graph(method) -> None:
     q, k, v = (x.detach().requires_grad_() for x in inputs(70))
     torch.compiler.reset()

@@ -62,9 +62,10 @@ class Call(NamedTuple):
                 f"state: expected the result of attention(..., return_state=True), got {type(state).__name__}"
             )
         dtype = query.dtype
-        autocast = torch.is_autocast_enabled(query.device.type) and dtype != torch.float64
+        device = query.device.type
+        autocast = device != "meta" and torch.is_autocast_enabled(device) and dtype != torch.float64
         if autocast:
-            dtype = torch.get_autocast_dtype(query.device.type)
+            dtype = torch.get_autocast_dtype(device)
         layout = layout_of(query, key, value, enable_gqa, mixed=autocast)
         headless = query.dim() == 2
         if headless or key.dim() == 2 or value.dim() == 2:

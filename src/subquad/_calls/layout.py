@@ -8,6 +8,7 @@ where b counts batches and key heads together, and g query heads share each key 
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import prod
+from operator import index
 
 import torch
 from torch import Tensor
@@ -101,6 +102,8 @@ def _layout(query: Sizes, key: Sizes, value: Sizes, device: torch.device, enable
         raise ValueError(f"key: expected width {d}, like the query, got {key[-1]}")
     if value[-2] != m:
         raise ValueError(f"value: expected length {m}, like the key, got {value[-2]}")
+    if torch.compiler.is_compiling():  # Widths are never symbols: the number of features follows from them.
+        d, e = index(d), index(e)
     heads, key_heads, value_heads = (shape[-3] if len(shape) > 2 else 1 for shape in named.values())
     if enable_gqa and (key_heads != value_heads or 0 in (heads, key_heads) or heads % key_heads):
         raise ValueError(

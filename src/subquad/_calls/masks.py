@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from subquad._calls.layout import Layout
+from subquad._torch_internals import has_numbers, in_trace
 
 # An attn_mask hides keys from all queries, differs between query heads that share a key head, or treats pairs.
 MaskKind = Literal["keys", "heads", "pairs"]
@@ -22,8 +23,8 @@ HIDING = -1e4  # A number at most this large hides: its exponential is 0 in ever
 
 
 def is_true(condition: Tensor) -> bool | None:
-    """Return whether a condition holds; None where values cannot be read: compiling, vmap, the meta device."""
-    if torch.compiler.is_compiling():
+    """Return whether a condition holds; None where it is not known: in recorded programs, vmap, the meta device."""
+    if torch.compiler.is_compiling() or in_trace() or not has_numbers(condition):
         return None
     try:
         return bool(condition)

@@ -18,6 +18,10 @@ from torch import Tensor
 
 from subquad._calls.layout import Layout
 from subquad._torch_internals import register_container
+from subquad.methods import BUILT_IN, BlockSparse
+
+Rest = tuple[object, int, float, tuple[int, int] | None]  # what a state has besides tensors
+SCALE_TOLERANCE = 1e-6  # relative: one user writes 1 / sqrt(d), another d ** -0.5
 
 
 class WritePermit:
@@ -53,6 +57,7 @@ class State:
     Attributes:
         method: The method that made it, and the only one that it serves.
         length: The number of keys seen.
+        scale: The factor of the logits, and the only one that it serves.
         sums: (..., heads, r, e + 1), float32 or wider.
         poison: (..., heads), 0, or NaN once a non-finite key or value was seen.
         log_scale: The sums are to be multiplied by its exp(): (..., heads, 1), or (..., heads, r) for `Separable`.
@@ -80,6 +85,7 @@ class State:
 
     method: object
     length: int
+    scale: float
     sums: Tensor | None = None
     poison: Tensor | None = None
     log_scale: Tensor | None = None
@@ -120,28 +126,45 @@ class State:
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> "State":
         changed = {name: function(tensor) for name, tensor in self._tensors().items()}
-        return _made(self.method, self.length, self.widths, changed)
+        return _made(self._rest(), changed)
+
+    def _rest(self) -> Rest:
+        return self.method, self.length, self.scale, self.widths
 
 
 _TENSORS = ("sums", "poison", "log_scale", "segment", "keys", "values", "keep", "filled")
 
 
-def _made(method: object, length: int, widths: tuple[int, int] | None, tensors: dict[str, Tensor]) -> State:
+def _made(rest: Rest, tensors: dict[str, Tensor]) -> State:
     """Return the state with these tensors; it may not write into their room, which others may share."""
     parts = tuple(tensor for name, tensor in tensors.items() if name.startswith("parts."))
     named: dict[str, Any] = {name: tensor for name, tensor in tensors.items() if name in _TENSORS}
-    return State(method, length, **named, parts=parts, widths=widths)
+    method, length, scale, widths = rest
+    return State(method, length, scale, **named, parts=parts, widths=widths)
 
 
 register_container(
     State,
-    lambda state: (list(state._tensors().values()), (state.method, state.length, state.widths, *state._tensors())),
-    lambda tensors, context: _made(context[0], context[1], context[2], dict(zip(context[3:], tensors, strict=True))),
+    lambda state: (list(state._tensors().values()), (state._rest(), *state._tensors())),
+    lambda tensors, context: _made(context[0], dict(zip(context[1:], tensors, strict=True))),
 )
+# Plain values, which `torch.load` may restore without running code.
+torch.serialization.add_safe_globals([State, WritePermit, BlockSparse, *BUILT_IN])
 
 
-def check_state(state: State, method: Any, layout: Layout, has_segments: bool, dtype: torch.dtype) -> None:
-    """Raise ValueError unless the state was made with this method, batch, width, dtype and use of segments."""
+def check_scale(state: State, scale: float) -> None:
+    """Raise ValueError unless the state was made with this factor of the logits."""
+    if abs(state.scale - scale) > SCALE_TOLERANCE * abs(state.scale):
+        raise ValueError(
+            f"scale: expected {state.scale!r}, with which the state was made, got {scale!r} (the default is "
+            f"1/sqrt(width)); pass scale={state.scale!r} to every call that continues this state"
+        )
+
+
+def check_state(
+    state: State, method: Any, layout: Layout, has_segments: bool, dtype: torch.dtype, scale: float
+) -> None:
+    """Raise ValueError unless the state was made with this method, batch, width, dtype, use of segments and scale."""
     if state.method != method:
         raise ValueError(f"state: expected one made by {method}, got one made by {state.method}")
     old, new = getattr(state.method, "matrix", None), getattr(method, "matrix", None)
@@ -170,3 +193,4 @@ def check_state(state: State, method: Any, layout: Layout, has_segments: bool, d
         found_dtype, wanted_dtype = state.keys.dtype, dtype
     if found != expected or found_dtype != wanted_dtype:
         raise ValueError(f"state: expected {expected} in {wanted_dtype} for these inputs, got {found} in {found_dtype}")
+    check_scale(state, scale)

@@ -37,7 +37,7 @@ def run(method: Any, call: Call, form: Any = None, chunk: int | None = None) -> 
         dtype = call.key.dtype
         if name == "sparse" and call.is_autocast:  # It keeps keys as it computes with them.
             dtype = torch.promote_types(dtype, torch.float32)
-        check_state(call.state, method, call.layout, call.segments is not None, dtype)
+        check_state(call.state, method, call.layout, call.segments is not None, dtype, call.logit_scale)
     if name == "exact":
         return exact.run(method, call)
     if call.dropout_p != 0:

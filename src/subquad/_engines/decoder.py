@@ -5,11 +5,13 @@ one. Here everything that does not change from token to token is prepared once, 
 Tokens that these do not serve take the engine's general path.
 """
 
+from math import sqrt
+
 import torch
 from torch import Tensor
 
 from subquad._calls.call import Call
-from subquad._calls.state import State
+from subquad._calls.state import State, check_scale
 from subquad._engines import engine_of, run
 from subquad._engines.features import steps as feature_steps
 from subquad._engines.features.steps import FeatureSteps
@@ -107,4 +109,7 @@ class Decoder:
         if not self._gqa and query.shape[-3] != key.shape[-3]:
             return None
         prepare = PREPARED.get(engine_of(state.method))
-        return None if prepare is None else prepare(state, self._scale, *given)
+        steps = None if prepare is None else prepare(state, self._scale, *given)
+        if steps is not None:
+            check_scale(state, 1 / sqrt(max(1, key.shape[-1])) if self._scale is None else self._scale)
+        return steps

@@ -91,7 +91,9 @@ def _attend(method: Any, call: Call, attn_mask: Tensor | None, keep: Tensor | No
         keep = kept if keep is None else keep if kept is None else keep & kept
         segment = layout.unfold(call.last_segment)
     length = before + layout.keys
-    return torch.cat(outputs, -2), State(method, length, segment=segment, keys=key, values=value, keep=keep)
+    return torch.cat(outputs, -2), State(
+        method, length, call.logit_scale, segment=segment, keys=key, values=value, keep=keep
+    )
 
 
 def _seen(call: Call, segments: Tensor | None, rows: slice, before: int, keys: int) -> Tensor | None:

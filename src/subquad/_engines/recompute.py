@@ -9,6 +9,7 @@ it can be differentiated again, and composes with torch.func.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -77,7 +78,8 @@ def _pull_back(body: Body, inputs: Tensors, constants: Tensors, grads: tuple[Ten
             arguments[i] = tensor
         return body(*arguments, *constants)
 
-    with torch.autocast(grads[0].device.type, enabled=False):
+    device = grads[0].device.type
+    with nullcontext() if device == "meta" else torch.autocast(device, enabled=False):  # "meta" has no autocast.
         found = torch.func.vjp(again, *(inputs[i] for i in given))[1](grads)
     result: list[Tensor | None] = [None] * len(inputs)
     for i, grad in zip(given, found, strict=True):

@@ -15,11 +15,13 @@ import random
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from math import cosh, expm1, inf, log, sqrt
+from operator import index
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+from subquad._torch_internals import exponential
 from subquad.methods.checks import check_choice, check_whole
 from subquad.methods.error_estimate import ErrorEstimate
 from subquad.methods.method import FeatureMethod, Shift, Traits
@@ -104,7 +106,8 @@ class RandomFeatures(FeatureMethod):
     def table(self, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return the projections (rows, width)."""
         if self.matrix is None:
-            return _draw(self.rows, width, self.orthogonal, self.seed, dtype, device)
+            # The numbers of a method that is a local variable are symbols to torch.compile(dynamic=True).
+            return _draw(index(self.rows), width, bool(self.orthogonal), index(self.seed), dtype, device)
         if self.matrix.shape != (self.rows, width):
             raise ValueError(f"matrix: expected shape {(self.rows, width)}, got {tuple(self.matrix.shape)}")
         return self.matrix.detach().to(device, dtype)
@@ -123,7 +126,7 @@ class RandomFeatures(FeatureMethod):
         if self.kind == "hyperbolic":
             projected = torch.cat([projected, -projected], -1)
         largest = projected.detach().amax(-1)
-        features = (projected - (largest + (half_norm - half_norm.detach()))[..., None]).exp_()
+        features = exponential(projected - (largest + (half_norm - half_norm.detach()))[..., None])
         return features, largest - half_norm.detach() - log(self.num_features) / 2
 
     def traits(self, width: int) -> Traits:

@@ -7,7 +7,7 @@ from typing import TypeVar, cast
 
 from torch import Tensor
 
-from subquad._torch_internals import mark_constant
+from subquad._torch_internals import mark_constant, with_fixed_sizes
 
 Table = TypeVar("Table", bound=Callable[..., Tensor])
 
@@ -22,7 +22,7 @@ def constant(make: Table) -> Table:
     @lru_cache(maxsize=64)
     def once(*arguments: object) -> Tensor:
         with ThreadPoolExecutor(1) as thread:
-            return thread.submit(make, *arguments).result()
+            return with_fixed_sizes(thread.submit(make, *arguments).result())
 
     @wraps(make)
     def made(*arguments: object) -> Tensor:

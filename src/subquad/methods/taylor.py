@@ -11,11 +11,13 @@ Axes: n tokens, d width, r features; any axes may precede them.
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import comb
+from operator import index
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
+from subquad._torch_internals import has_open_size
 from subquad.methods.checks import check_choice, check_whole
 from subquad.methods.error_estimate import UNKNOWN_ERROR, ErrorEstimate
 from subquad.methods.method import FeatureMethod, Shift, Traits
@@ -84,7 +86,7 @@ class Taylor(FeatureMethod):
 
     @property
     def native_map(self) -> str | None:
-        return "taylor" if self.basis == "symmetric" and self.degree in NATIVE_DEGREES else None
+        return "taylor" if self.basis == "symmetric" and index(self.degree) in NATIVE_DEGREES else None
 
     @property
     def of_logits(self) -> Callable[[Tensor], Tensor] | None:
@@ -95,7 +97,8 @@ class Taylor(FeatureMethod):
         return True
 
     def size(self, width: int) -> int:
-        return comb(width + self.degree, self.degree) if self.basis == "symmetric" else self.degree * width + 1
+        degree = index(self.degree)  # torch.compile(dynamic=True) would take it for a symbol.
+        return comb(width + degree, degree) if self.basis == "symmetric" else degree * width + 1
 
     def series(self, x: Tensor) -> Tensor:
         """Return the polynomial of the logits x, by Horner's rule."""
@@ -109,7 +112,8 @@ class Taylor(FeatureMethod):
 
     def monomials(self, x: Tensor) -> Tensor:
         """Map (..., n, d) to the basis (..., n, r) without its weights."""
-        if x.shape[-2] <= FEW_TOKENS and self.basis == "symmetric" and self.degree > 0 < x.shape[-1]:
+        is_short = not has_open_size(x.shape[-2]) and x.shape[-2] <= FEW_TOKENS
+        if is_short and self.basis == "symmetric" and self.degree > 0 < x.shape[-1]:
             return _symmetric_monomials_of_few(x, self.degree)
         rows = x.mT  # Feature-major, so that each block below is one long product over contiguous memory.
         one = torch.ones_like(rows[..., :1, :])
@@ -123,7 +127,7 @@ class Taylor(FeatureMethod):
             powers = torch.arange(self.degree + 1, dtype=torch.float64)
             factorials = torch.lgamma(powers + 1).exp().round()
             return torch.cat([factorials[:1], factorials[1:].repeat_interleave(width)]).reciprocal().to(device, dtype)
-        return _symmetric_weights(width, self.degree, dtype, device)
+        return _symmetric_weights(width, index(self.degree), dtype, device)
 
     def features(self, x: Tensor, table: Tensor | None) -> tuple[Tensor, None]:
         return self.monomials(x), None

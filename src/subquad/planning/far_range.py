@@ -15,7 +15,7 @@ import torch
 
 from subquad._calls.call import Call
 from subquad._engines.features.method_kernel import shifted
-from subquad._torch_internals import in_transform, is_recorded
+from subquad._torch_internals import has_numbers, in_transform, is_recorded
 from subquad.methods import label_of
 from subquad.methods.method import FeatureMethod
 from subquad.planning.rows import undisturbed
@@ -32,7 +32,9 @@ def warn_far_range(method: Any, call: Call, stacklevel: int) -> None:
     frame = sys._getframe(stacklevel)
     place = (frame.f_code.co_filename, frame.f_lineno)
     count = _calls[place] = _calls.get(place, 0) + 1
-    if count == inf or int(count) & (int(count) - 1) or call.is_empty or is_recorded() or in_transform():
+    if count == inf or int(count) & (int(count) - 1) or call.is_empty:
+        return
+    if is_recorded() or in_transform() or not has_numbers(call.query):
         return
     size = typical_logit(method, call)
     found = method.error(-size, size).relative if isfinite(size) else None

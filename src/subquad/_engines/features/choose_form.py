@@ -15,6 +15,7 @@ import torch
 
 from subquad import native
 from subquad._calls.layout import Layout
+from subquad._torch_internals import has_open_size, in_onnx_export
 from subquad.methods.method import FeatureMethod
 from subquad.native.calls import TYPES
 
@@ -47,13 +48,14 @@ def is_fusable(
     """Return whether the native kernels compute calls of this kind."""
     if layout.device.type != "cpu" or method.native_map is None or has_segments or not native.available():
         return False
+    if in_onnx_export():
+        return False
     sizes = (layout.rows, layout.group, layout.queries, layout.keys, layout.width, method.size(layout.width))
     if dtype not in TYPES or 0 in sizes:
         return False
-    aligned = layout.queries == layout.keys
     if method.normalizer == "feature":
-        return is_causal and aligned and not is_stateful
-    return aligned or not is_causal
+        return is_causal and not is_stateful and layout.queries == layout.keys
+    return not is_causal or layout.queries == layout.keys
 
 
 def choose_form(
@@ -76,7 +78,7 @@ def choose_form(
     if is_fusable:
         return "fused"
     by_sums: Form = "chunked" if is_causal else "linear"
-    if is_stateful or method.normalizer == "feature":
+    if is_stateful or method.normalizer == "feature" or has_open_size(layout.rows, n, m):
         return by_sums
     r = method.size(d)
     pairs = n * m * g / (2 if is_causal and n == m else 1)

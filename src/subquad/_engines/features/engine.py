@@ -13,6 +13,7 @@ from torch import Tensor
 
 from subquad._calls.call import Call
 from subquad._calls.state import State
+from subquad._engines.features.at_once import run_at_once
 from subquad._engines.features.choose_form import Form, choose_form, is_fusable, sizes_of
 from subquad._engines.features.forms import run_form
 from subquad._engines.features.fused import PLAIN_TYPES, fused, fused_separable, fused_step
@@ -20,7 +21,7 @@ from subquad._engines.features.kernel import FeatureKernel, Kernel
 from subquad._engines.features.method_kernel import kernel_of, shifted
 from subquad._engines.features.sums import Sums, Tokens
 from subquad._engines.result import Result
-from subquad._torch_internals import is_recorded, is_transformed
+from subquad._torch_internals import has_open_size, is_recorded, is_transformed
 from subquad.methods.method import FeatureMethod, feature_method
 
 
@@ -61,7 +62,10 @@ def _computed(
     """Return the output (b, g, n, e), and the sums of all keys if the call returns a state."""
     if form == "fused" and isinstance(kernel, FeatureKernel):
         return fused(method, kernel, tokens, before, call.is_causal, call.return_state, chunk or 0)
-    sizes = sizes_of(method.size(call.layout.width), call.layout, chunk)
+    lay = call.layout
+    if form not in ("fused", "dense") and has_open_size(lay.rows, lay.queries, lay.keys):
+        return run_at_once(form, kernel, tokens, before, call.is_causal)
+    sizes = sizes_of(method.size(lay.width), lay, chunk)
     if form == "fused":
         output, left = fused_separable(kernel, tokens, chunk or 0)
         if left is None:
@@ -119,10 +123,11 @@ def _sums_before(call: Call) -> Sums | None:
 def _state_after(method: Any, call: Call, sums: Sums | None) -> State:
     unfold, length = call.layout.unfold, call.layout.keys + (0 if call.state is None else call.state.length)
     if sums is None:
-        return State(method, length)
+        return State(method, length, call.logit_scale)
     return State(
         method,
         length,
+        call.logit_scale,
         sums=unfold(sums.values),
         poison=unfold(sums.poison),
         log_scale=None if sums.log_scale is None else unfold(sums.log_scale),

@@ -11,7 +11,7 @@ from subquad._engines.features import operators  # noqa: F401  (registers the to
 from subquad._engines.features.kernel import FeatureKernel, Kernel
 from subquad._engines.features.native_call import Numbers, Operands, Results, execute
 from subquad._engines.features.sums import Sums, Tokens
-from subquad._torch_internals import is_recorded
+from subquad._torch_internals import has_numbers, is_recorded
 from subquad.methods.method import FeatureMethod
 from subquad.native.calls import MAPS, POISONED, address, padded
 
@@ -81,7 +81,8 @@ def turned(method: FeatureMethod, table: Tensor | None) -> Tensor | None:
     """Return (d, rows) of the projections (rows, d), each row padded to whole vectors; None for other maps."""
     if table is None or method.is_weighted:
         return None
-    return F.pad(table.mT, (0, padded(table.shape[0]) - table.shape[0])).contiguous()
+    rows = table.size(0)
+    return F.pad(table.mT, (0, padded(rows) - rows)).contiguous()
 
 
 def _forward(operands: Operands, numbers: Numbers) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -108,7 +109,7 @@ def _forward(operands: Operands, numbers: Numbers) -> tuple[Tensor, Tensor, Tens
 
 def _if_any(poison: Tensor) -> Tensor | None:
     """Return the poison, None if all is 0. A recorded call is recorded for other numbers too."""
-    is_needed = torch.compiler.is_compiling() or is_recorded() or bool(poison.sum() != 0)
+    is_needed = torch.compiler.is_compiling() or is_recorded() or not has_numbers(poison) or bool(poison.sum() != 0)
     return poison if is_needed else None
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from subquad._calls.view import View
 from subquad._engines.features.sums import Around, Keys, Queries, Sums, Tokens, finite, highest, joined, row_poison
 from subquad._engines.finite import NEVER, cleaned, inverse, poison_of, widen
+from subquad._torch_internals import exponential, has_numbers
 from subquad.methods.method import FeatureMethod, UserMap
 
 Features = Callable[[Tensor, bool, Tensor | None], tuple[Tensor, Tensor | None]]
@@ -160,7 +161,7 @@ class FeatureKernel(Kernel):
         if keys.log_scales is not None:
             top = highest(view.highest(keys.log_scales.detach(), n)[..., None], around)  # (b, n, 1)
             # at most 0 where a key may be seen; the others are hidden below
-            w = w * (keys.log_scales[:, None, :] - top).clamp(max=0.0).exp_()[:, None]
+            w = w * exponential((keys.log_scales[:, None, :] - top).clamp(max=0.0))[:, None]
         total = torch.bmm(view.hide(w).flatten(1, 2), keys.values).unflatten(1, (g, n))
         for sums, may_read in around:
             features = self.features(flat, True, self.table)[0] if features is None else features
@@ -226,6 +227,8 @@ def feature_kernel(
     table = None
     if of_logits is None or not pairs_alone:
         table = method.table(q.shape[-1], torch.promote_types(q.dtype, torch.float32), q.device)
+        if table is not None and not torch.compiler.is_compiling() and not has_numbers(q):
+            table = q.new_empty(table.shape, dtype=table.dtype)  # A FakeTensorMode takes no tensors with numbers.
     kernel = FeatureKernel(
         roots, table, lambda x, is_query, table: method.features(x, table), of_logits, method.is_weighted, divided,
         method.size(q.shape[-1]), method.has_log_scale,

@@ -70,7 +70,7 @@ class SeparableKernel(Kernel):
 
     def meet_chunk(self, queries: Queries, keys: Keys, view: View, around: Around) -> Tensor:
         assert keys.features is not None
-        length = keys.features.shape[1]
+        length = int(keys.features.shape[1])  # torch.jit.trace would make it a tensor.
         size = 1 << (length - 1).bit_length()  # Halving needs a power of two: the rest is hidden keys.
         grown = (0, 0, 0, size - length)
         q, values = F.pad(queries.queries, grown), F.pad(keys.values[..., :-1], grown)

@@ -23,9 +23,14 @@ from subquad._engines.multipole.native_call import is_served, meet_natively
 from subquad._engines.multipole.state import folded, unfolded
 from subquad._engines.multipole.step import stepped
 from subquad._engines.result import Result
-from subquad._torch_internals import in_vmap
+from subquad._torch_internals import has_numbers, in_vmap, outside_graph
 from subquad.methods.multipole import Multipole
 from subquad.native.calls import PADDING, padded
+
+DATA_DEPENDENT = (
+    "method: Multipole selects blocks from data, which a fixed graph cannot do (torch.export, torch.jit.trace, "
+    "torch.compile with fullgraph=True); expected a feature method or Window there"
+)
 
 
 class Mode(NamedTuple):
@@ -42,17 +47,27 @@ class Mode(NamedTuple):
 def run(method: Multipole, call: Call, form: str | None = None) -> Result:
     """Compute the call; the form "dense" or "chunked" asks for torch's operations."""
     call = call.factored()
+    attend = outside_graph(_attend, DATA_DEPENDENT)
+    if not has_numbers(call.query):
+        return _shape_alone(call)
     by_torch = form in ("dense", "chunked")
     if not by_torch and not call.is_autocast and (done := stepped(method, call)) is not None:
         return done
-    # The choice of blocks decides what is computed: nothing that a compiled graph could hold.
-    attend = torch.compiler.disable(_attend) if torch.compiler.is_compiling() else _attend
     wide: AbstractContextManager[Any] = nullcontext()
     if call.is_autocast:
         wide = torch.autocast(call.layout.device.type, enabled=False)
     with wide:
         result: Result = attend(method, call, by_torch)
         return result._replace(output=call.unfolded(result.output))
+
+
+def _shape_alone(call: Call) -> Result:
+    """Return an output without numbers, for tensors that have none."""
+    if call.return_state:
+        raise ValueError("return_state: the state of Multipole depends on numbers, which these tensors do not have")
+    layout = call.layout
+    shape = (layout.rows, layout.group, layout.queries, layout.value_width)
+    return Result(call.unfolded(call.query.new_empty(shape)), None, "dense")
 
 
 def _attend(method: Multipole, call: Call, by_torch: bool) -> Result:
@@ -83,7 +98,7 @@ def _attend(method: Multipole, call: Call, by_torch: bool) -> Result:
     output, memory = _computed(method, call, q, k, v, before, mode)
     state = None
     if call.return_state and memory is not None:
-        state = unfolded(memory, method, call.layout, call.last_segment, width)
+        state = unfolded(memory, method, call)
     output = output if width == v.shape[-1] else output[..., :width]
     return Result(output, state, "fused" if use_kernels else "dense")
 

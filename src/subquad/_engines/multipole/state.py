@@ -5,6 +5,7 @@ The tensors of a memory are the state's `parts`: base, sink_keys, sink_values, r
 
 from torch import Tensor
 
+from subquad._calls.call import Call
 from subquad._calls.layout import Layout
 from subquad._calls.state import State
 from subquad._engines.multipole.memory import Memory
@@ -25,14 +26,16 @@ def folded(state: State, layout: Layout) -> Memory:
     )  # fmt: skip
 
 
-def unfolded(memory: Memory, method: Multipole, layout: Layout, last_segment: Tensor | None, width: int) -> State:
-    """Return the state that holds a memory, whose values have `width` numbers before padding."""
+def unfolded(memory: Memory, method: Multipole, call: Call) -> State:
+    """Return the state that holds the memory after a call."""
+    layout, last_segment = call.layout, call.last_segment
     parts = (
         memory.base, memory.sink_keys, memory.sink_values, memory.raw_keys, memory.raw_values, memory.roots,
         *memory.pages,
     )  # fmt: skip
     return State(
-        method, memory.length, poison=layout.unfold(memory.poison), filled=layout.unfold(memory.filled),
-        parts=tuple(layout.unfold(x) for x in parts), permit=memory.permit, widths=(layout.width, width),
+        method, memory.length, call.logit_scale, poison=layout.unfold(memory.poison),
+        filled=layout.unfold(memory.filled), parts=tuple(layout.unfold(x) for x in parts), permit=memory.permit,
+        widths=(layout.width, layout.value_width),
         segment=None if last_segment is None else layout.unfold(last_segment),
     )  # fmt: skip

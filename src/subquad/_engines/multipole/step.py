@@ -85,7 +85,7 @@ def _stepped(method: Multipole, call: Call, state: State) -> Result | State | No
     code = FOUND.library.multipole_step(ctypes.byref(own))
     if code == SEGMENT_DUE and keep is None:
         memory = with_next_segment(method, prepared.memory_of(state))
-        return None if memory is None else unfolded(memory, method, layout, None, layout.value_width)
+        return None if memory is None else unfolded(memory, method, call)
     if code in (SEGMENT_DUE, POISONED):
         return None
     check_result(code)
@@ -176,5 +176,6 @@ def prepared(state: State, scale: float | None, query: Tensor, key: Tensor, valu
     call = Call.of(query, key, value, is_causal=True, enable_gqa=True, state=state, return_state=True)
     if call.layout.queries != 1 or call.layout.keys != 1 or not _is_plain(call, state):
         return None
-    shared = _prepared(state.method, call, state, query, value)
+    # Steps pass contiguous tokens; the strides of this one must be theirs.
+    shared = _prepared(state.method, call, state, query.contiguous(), value.contiguous())
     return None if shared is None else MultipoleSteps(state, shared, scale)

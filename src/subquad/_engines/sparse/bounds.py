@@ -34,7 +34,7 @@ def bounds_of(method: Window, places: Places, device: torch.device) -> Tensor:
     row = torch.arange(places.first, places.first + n, device=device)[None]  # (1, n): the place of each query
     begin, end = torch.zeros_like(row), torch.full_like(row, m)  # of the query's sequence
     if places.segments is not None:
-        own = places.segments.gather(1, row.clamp(0, max(0, m - 1)).expand(len(places.segments), -1))
+        own = places.segments.gather(1, row.clamp(0, max(0, m - 1)).expand(places.segments.shape[0], -1))
         begin, end = (torch.searchsorted(places.segments, own, right=right) for right in (False, True))
     near = torch.maximum(row - (method.reach - 1), torch.maximum(begin, torch.full_like(row, places.prefix)))
     near_end = torch.minimum(row + (1 if places.is_causal else method.reach), end).clamp(min=0)
@@ -43,8 +43,7 @@ def bounds_of(method: Window, places: Places, device: torch.device) -> Tensor:
         near_end = torch.where(near <= sinks_end, torch.maximum(near_end, sinks_end), near_end)
     sinks_end = torch.minimum(torch.minimum(sinks_end, near), near_end)
     parts = (begin, torch.maximum(begin, sinks_end), torch.minimum(near, near_end), near_end)
-    b = max(len(part) for part in parts)
-    return torch.stack([part.expand(b, -1) for part in parts], 1).to(torch.int32)
+    return torch.stack(torch.broadcast_tensors(*parts), 1).to(torch.int32)
 
 
 def _end_of_sinks(sinks: int, places: Places, begin: Tensor, end: Tensor) -> Tensor:
@@ -52,5 +51,7 @@ def _end_of_sinks(sinks: int, places: Places, begin: Tensor, end: Tensor) -> Ten
     if places.keep is None:
         return torch.minimum(begin + sinks, end)
     counts = places.keep.cumsum(1)  # (b, m): visible keys up to each
-    before = torch.nn.functional.pad(counts, (1, 0)).gather(1, begin.expand(len(counts), -1))
+    if places.segments is None:
+        return torch.minimum((counts < sinks).sum(1, keepdim=True) + 1, end)
+    before = torch.nn.functional.pad(counts, (1, 0)).gather(1, begin)
     return torch.minimum(torch.searchsorted(counts, before + sinks) + 1, end)

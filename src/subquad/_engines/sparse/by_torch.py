@@ -47,18 +47,36 @@ def _tile(
         return _nothing(q, k, v, sink_logits)
     keys, values, poison = (torch.cat([x[:, part] for part in parts], 1) for x in (k, v, key_poison))
     seen = torch.cat([pattern.seen(rows, part, *q.shape[:2]) for part in parts], -1)
-    logits = q @ keys[:, None].mT  # (b, g, n, m)
+    return met(q, keys[:, None], values[:, None], seen, poison[:, None, None], softcap, sink_logits)
+
+
+def met(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, key_poison: Tensor, softcap: float | None, sink_logits: Tensor | None
+) -> Tensor:
+    """Return (b, g, ..., n, e): all queries against all keys, of one tile, or of several side by side.
+
+    Args:
+        q: (b, g, ..., n, d), scaled and finite.
+        k: (b, 1, ..., m, d), finite.
+        v: (b, 1, ..., m, e), finite.
+        seen: (b or 1, g or 1, ..., n, m), True = seen.
+        key_poison: (b, 1, ..., 1, m), NaN or 0.
+        softcap: Soft-capping of the logits, or None.
+        sink_logits: (b, g), or None.
+    """
+    logits = q @ k.mT
     if softcap is not None:
         logits = softcap * (logits / softcap).tanh()
     logits = torch.where(seen, logits, NEVER)
     if sink_logits is not None:
-        logits = torch.cat([logits, sink_logits[..., None, None].expand(*logits.shape[:3], 1)], -1)
+        own = sink_logits.reshape(*sink_logits.shape, *(1,) * (logits.dim() - 2))
+        logits = torch.cat([logits, own.expand(*logits.shape[:-1], 1)], -1)
     highest = logits.detach().amax(-1, keepdim=True)
     weights = (logits - torch.where(highest == NEVER, 0.0, highest)).exp()
     total = weights.sum(-1, keepdim=True)
-    share = weights[..., : keys.shape[1]] / torch.where(total == 0, 1.0, total)
-    is_poisoned = (seen & poison.isnan()[:, None, None]).any(-1)
-    return (share @ values[:, None]).masked_fill(is_poisoned[..., None], float("nan"))
+    share = weights[..., : k.shape[-2]] / torch.where(total == 0, 1.0, total)
+    is_poisoned = (seen & key_poison.isnan()).any(-1)
+    return (share @ v).masked_fill(is_poisoned[..., None], float("nan"))
 
 
 def _nothing(q: Tensor, k: Tensor, v: Tensor, sink_logits: Tensor | None) -> Tensor:

@@ -15,12 +15,14 @@ from subquad._calls.call import Call
 from subquad._calls.state import State
 from subquad._engines.finite import widen
 from subquad._engines.result import Result
+from subquad._engines.sparse.at_once import attend_at_once
 from subquad._engines.sparse.bounds import Places, bounds_of
 from subquad._engines.sparse.by_torch import attend_by_torch
-from subquad._engines.sparse.gradient import attend_natively
+from subquad._engines.sparse.fused import attend_natively
 from subquad._engines.sparse.memory import Tokens, folded, grown, held, state_after
 from subquad._engines.sparse.native_call import is_served
 from subquad._engines.sparse.pattern import Pattern
+from subquad._torch_internals import has_numbers, in_trace
 from subquad.methods.block_sparse import BlockSparse
 from subquad.methods.sparse import SparseMethod
 from subquad.methods.window import Window
@@ -30,13 +32,11 @@ def run(method: SparseMethod, call: Call, form: str | None = None) -> Result:
     """Compute the call; the form "dense" or "chunked" asks for torch's operations."""
     call = call.factored()
     _check_lengths(method, call)
-    # Which keys a tile reads depends on the values of its bounds, which a compiled graph does not know.
-    attend = torch.compiler.disable(_run) if torch.compiler.is_compiling() else _run
     wide: AbstractContextManager[Any] = nullcontext()
     if call.is_autocast:
         wide = torch.autocast(call.layout.device.type, enabled=False)
     with wide:
-        result: Result = attend(method, call, form in ("dense", "chunked"))
+        result = _run(method, call, form in ("dense", "chunked"))
         return result._replace(output=call.unfolded(result.output))
 
 
@@ -81,7 +81,7 @@ def _run(method: SparseMethod, call: Call, by_torch: bool) -> Result:
     if not by_torch and is_served(*given, sinks):
         output, used = attend_natively(*given, pattern, call.logit_scale, method.softcap, sinks), "fused"
     else:
-        output, used = _by_torch(given, pattern, call.logit_scale, method.softcap, sinks), "dense"
+        output, used = _by_torch(method, call, given, pattern, sinks), "dense"
     if call.return_state and after is None:
         assert isinstance(method, Window)
         after = _next_state(method, call, prefix, seen)
@@ -105,10 +105,13 @@ def _grown(method: SparseMethod, call: Call, new: Tokens) -> State | None:
 
 
 def _by_torch(
-    given: tuple[Tensor, Tensor, Tensor], pattern: Pattern, scale: float, softcap: float | None, sinks: Tensor | None
+    method: SparseMethod, call: Call, given: tuple[Tensor, Tensor, Tensor], pattern: Pattern, sinks: Tensor | None
 ) -> Tensor:
     q, k, v = (widen(x) for x in given)
-    return attend_by_torch(q * scale, k, v, pattern, softcap, sinks)
+    q = q * call.logit_scale
+    if torch.compiler.is_compiling() or in_trace() or not has_numbers(q):
+        return attend_at_once(q, k, v, pattern, method.softcap, sinks)
+    return attend_by_torch(q, k, v, pattern, method.softcap, sinks)
 
 
 def _pattern(method: SparseMethod, call: Call, tokens: Tokens, prefix: int) -> Pattern:
@@ -127,7 +130,10 @@ def _pattern(method: SparseMethod, call: Call, tokens: Tokens, prefix: int) -> P
         return Pattern(bounds, tokens.keep, blocks, query_block, key_block, layout.key_heads)
     assert isinstance(method, Window)
     places = Places(layout.queries, keys, first, call.is_causal, prefix, tokens.keep, segments)
-    return Pattern(bounds_of(method, places, layout.device), tokens.keep, key_heads=layout.key_heads)
+    found = Pattern(bounds_of(method, places, layout.device), tokens.keep, key_heads=layout.key_heads)
+    if method.size is None or call.state is not None or call.segments is not None:
+        return found
+    return found._replace(reach=method.size, sinks=method.sinks, is_causal=call.is_causal)
 
 
 def _next_state(method: Window, call: Call, prefix: Tokens | None, seen: Tokens) -> State:
@@ -139,4 +145,4 @@ def _next_state(method: Window, call: Call, prefix: Tokens | None, seen: Tokens)
         seen = Tokens(seen.keys, seen.values, seen.shown() & torch.cat([old, own], 1))
         if prefix is not None:
             prefix = Tokens(prefix.keys, prefix.values, prefix.shown() & (segments[:, -1:] == 0))
-    return state_after(method, call.layout, call.state, prefix, seen, call.last_segment)
+    return state_after(method, call, prefix, seen)

@@ -15,8 +15,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from subquad._calls.call import Call
 from subquad._calls.layout import Layout
 from subquad._calls.state import State, WritePermit
+from subquad._torch_internals import has_numbers
 from subquad.methods.window import Window
 
 MIN_SPARE_KEYS = 64
@@ -73,7 +75,7 @@ def folded(state: State, layout: Layout) -> tuple[Tokens, Tokens]:
     keys, values, places = (fold(x) for x in state.parts)
     tail = Tokens(fold(state.keys), fold(state.values), None if state.keep is None else fold(state.keep))
     before = (places >= 0) & (places < state.length - tail.keys.shape[1])
-    if not torch.compiler.is_compiling() and bool(before.all()):
+    if _all(before):
         return Tokens(keys, values, None), tail
     return Tokens(keys, values, before), tail
 
@@ -85,32 +87,33 @@ def held(state: State) -> tuple[Tokens, int]:
     return buffers.tokens(state.keys.shape[-2]), buffers.front
 
 
-def state_after(
-    method: Window, layout: Layout, before: State | None, prefix: Tokens | None, seen: Tokens, last: Tensor | None
-) -> State:
+def state_after(method: Window, call: Call, prefix: Tokens | None, seen: Tokens) -> State:
     """Return the state after a call.
 
     Args:
         method: The method.
-        layout: The layout of the call.
-        before: The state before it, if any.
-        prefix: The sinks of that state that precede its tail.
-        seen: The tail of that state, and the new keys; visible are those of the last segment.
-        last: The last segment (b,), where segments are used.
+        call: The call.
+        prefix: The sinks of its state that precede the tail.
+        seen: The tail of its state, and the new keys; visible are those of the last segment.
     """
+    layout, before, last = call.layout, call.state, call.last_segment
     length = layout.keys + (0 if before is None else before.length)
     start = length - seen.keys.shape[1]  # the place of the first key of `seen`
     sinks = _sinks(method, before, prefix, seen, start, layout)
     kept = min(seen.keys.shape[1], method.reach - 1)
-    buffers = _buffers(method, seen, kept, sinks, length - kept)
-    permit = WritePermit(length)
-    permit.prepared = buffers
-    tail = slice(buffers.front, buffers.front + kept)
-    keep = None if seen.keep is None else layout.unfold(buffers.keep[:, tail])
+    permit = None
+    if torch.compiler.is_compiling():  # A graph can hold neither a lock nor room for later calls.
+        tail = seen.keys.shape[1] - kept
+        keys, values, shown = seen.keys[:, tail:].clone(), seen.values[:, tail:].clone(), seen.shown()[:, tail:]
+    else:
+        permit = WritePermit(length)
+        buffers = permit.prepared = _buffers(method, seen, kept, sinks, length - kept)
+        own = slice(buffers.front, buffers.front + kept)
+        keys, values, shown = buffers.keys[:, own], buffers.values[:, own], buffers.keep[:, own]
     return State(
-        method, length, keys=layout.unfold(buffers.keys[:, tail]), values=layout.unfold(buffers.values[:, tail]),
-        keep=keep, parts=tuple(layout.unfold(x) for x in sinks), permit=permit,
-        segment=None if last is None else layout.unfold(last),
+        method, length, call.logit_scale, keys=layout.unfold(keys), values=layout.unfold(values),
+        keep=None if seen.keep is None else layout.unfold(shown), parts=tuple(layout.unfold(x) for x in sinks),
+        permit=permit, segment=None if last is None else layout.unfold(last),
     )  # fmt: skip
 
 
@@ -118,7 +121,7 @@ def _sinks(
     method: Window, before: State | None, prefix: Tokens | None, seen: Tokens, start: int, layout: Layout
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return keys (b, s, d), values (b, s, e) and places (b, s) of the first visible keys; place -1: none."""
-    b, device = len(seen.keys), seen.keys.device
+    b, device = seen.keys.shape[0], seen.keys.device
     places = torch.arange(start, start + seen.keys.shape[1], device=device).expand(b, -1)
     if prefix is not None and before is not None:
         old = before.parts[2].reshape(layout.rows, -1)
@@ -142,10 +145,15 @@ def _buffers(method: Window, seen: Tokens, kept: int, sinks: tuple[Tensor, Tenso
     def begun(front: Tensor, x: Tensor) -> Tensor:
         return torch.cat([front, x[:, first:], x.new_ones(x.shape[0], spare, *x.shape[2:])], 1)
 
-    is_open = seen.keep is None and not torch.compiler.is_compiling() and bool(shown.all())
+    is_open = seen.keep is None and _all(shown)
     return Buffers(
         begun(sinks[0], seen.keys), begun(sinks[1], seen.values), begun(shown, seen.shown()), shown.shape[1], is_open
     )
+
+
+def _all(flags: Tensor) -> bool:
+    """Return whether all are known to be True; a recorded program does not know."""
+    return not torch.compiler.is_compiling() and has_numbers(flags) and bool(flags.all())
 
 
 def grown(state: State, layout: Layout, new: Tokens) -> State | None:

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from subquad import native
 from subquad._engines.sparse.pattern import Pattern
-from subquad._torch_internals import is_transformed
+from subquad._torch_internals import in_onnx_export, is_transformed
 from subquad.native.calls import TYPES, SparseCall, address, strided
 
 
@@ -17,8 +17,8 @@ def is_served(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> bool:
         and all(x.device.type == "cpu" and x.dtype in TYPES for x in given)
         and q.dtype == k.dtype == v.dtype
         and all(x.shape[0] > 0 for x in given)
-        and min(q.shape[1], q.shape[2], q.shape[3], k.shape[1], v.shape[2]) > 0
-        and not torch.compiler.is_compiling()
+        and all(size > 0 for size in (*q.shape[1:], k.shape[1], v.shape[2]))
+        and not in_onnx_export()
         and not is_transformed(*given)
     )
 

@@ -21,6 +21,10 @@ class Pattern(NamedTuple):
     query_block: int = 1
     key_block: int = 1
     key_heads: int = 1
+    # For torch's operations: a window, in which query i stands at key i of a single sequence. Other patterns reach 0.
+    reach: int = 0
+    sinks: int = 0
+    is_causal: bool = False
 
     def seen(self, rows: slice, keys: slice, heads: int, group: int) -> Tensor:
         """Return (b or 1, g or 1, n, m), True = seen, of some rows and keys; `heads` is b and `group` is g."""

@@ -79,7 +79,7 @@ def prepared(state: State, scale: float | None, query: Tensor, key: Tensor, valu
     if state.length < method.sinks or (state.keep is not None and method.sinks) or state.segment is not None:
         return None
     call = Call.of(query, key, value, is_causal=True, scale=scale, enable_gqa=True, state=state, return_state=True)
-    check_state(state, method, call.layout, False, key.dtype)
+    check_state(state, method, call.layout, False, key.dtype, call.logit_scale)
     layout, wide = call.layout, (torch.float32, torch.float64)
     lead = (*layout.batch, layout.key_heads)
     fits = query.shape[:-2] == (*layout.batch, layout.key_heads * layout.group) and key.shape[:-2] == lead

@@ -222,6 +222,12 @@ def _routed(
     )
     if not routings:
         return _original(query, key, value, **options)
+    # torch.compile takes nn.MultiheadAttention whole, and calls it with tensors that only have shapes.
+    if torch.compiler.is_compiling() and not (torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()):
+        raise RuntimeError(
+            "sdpa: torch.compile does not look into torch.nn.MultiheadAttention, so that its calls cannot be routed; use "
+            "subquad.replace_attention(model, method) instead, or compile without sdpa"
+        )
     routing = routings[-1]
     method, reason = routing.method, ""
     try:
