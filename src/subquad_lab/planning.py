@@ -78,7 +78,7 @@ def calibration_shown() -> Iterator[Callable[[int, int], None]]:
             if done == 0 and console.is_terminal:
                 stack.enter_context(bar)
             elif done == 0:
-                print("calibrating this machine (once) ...", file=sys.stderr, flush=True)
+                print("calibrating this machine (once), at most 30 s ...", file=sys.stderr, flush=True)
             bar.update(task, completed=done, total=total)
 
         yield show

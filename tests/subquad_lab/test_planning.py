@@ -27,6 +27,7 @@ def machine(cache, monkeypatch):
         return 1e-4 + 1e-10 * width * sum(work(method, form, shape))
 
     monkeypatch.setattr(calibration, "measured_seconds", seconds)
+    monkeypatch.setattr("os.getloadavg", lambda: (0.0, 0.0, 0.0))
     monkeypatch.setenv("SUBQUAD_CACHE", str(cache))
 
 
@@ -205,7 +206,7 @@ def test_first_run_says_that_it_calibrates(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("SUBQUAD_CACHE", str(tmp_path / "new"))
     assert main(SHAPE) == 0
     out, err = capfd.readouterr()
-    assert err == "calibrating this machine (once) ...\n"
+    assert err == "calibrating this machine (once), at most 30 s ...\n"
     assert "calibrating" not in out
     assert main(SHAPE) == 0
     assert capfd.readouterr() == (out, "")

@@ -20,12 +20,12 @@ from subquad._engines import engine_of
 from subquad.methods.checks import check_choice
 from subquad.methods.error_estimate import ErrorEstimate, LogitRange, check_max_error
 from subquad.methods.method import feature_method
-from subquad.planning.calibration import Progress
 from subquad.planning.calibration_file import calibration
 from subquad.planning.candidates import Errors, measured_errors, offered_methods, predicted_errors, trained_methods
 from subquad.planning.cost import cost_of
 from subquad.planning.measured_error import SAMPLE_MARGIN, error_meter
 from subquad.planning.plan_result import Candidate, Plan, Purpose
+from subquad.planning.progress import Progress
 from subquad.planning.reason import Situation, reason_for
 from subquad.planning.recall import recall_of
 from subquad.planning.rows import sampled_call
