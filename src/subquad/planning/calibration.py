@@ -27,7 +27,8 @@ from subquad.planning.seconds import EXACT_LENGTHS, EXACT_WIDTHS, Calibration, n
 from subquad.planning.shape import Shape
 
 TURNS = 3
-CALIBRATION_SECONDS = 26.0  # no call begins that would end later; the fit comes after it
+SETTLED = 1e-6  # change of the coefficients of a fit, which are at most about 1, that ends it
+CALIBRATION_SECONDS = 25.0  # no call begins that would end later; the fit comes after it
 # Size, length and width: short and long calls, windows that hold all keys, and narrow and wide heads.
 WINDOWS = ((64, 512, 64), (1024, 512, 32), (256, 1024, 128), (64, 4096, 32), (256, 2048, 64), (1024, 4096, 64))
 INPUT_OFFSET = 1000  # between the first numbers of queries, keys and values
@@ -198,10 +199,16 @@ def _fitted(rows: list[tuple[list[float], float]]) -> list[float]:
     for _ in range(20):
         weights = (predicted.clamp(min=0.05 * seconds) * seconds).reciprocal()
         products, target = (parts.mT @ (parts * weights[:, None])).tolist(), (parts.mT @ (weights * seconds)).tolist()
+        fit = found
         for _ in range(50):
+            before, fit = fit, list(fit)
             for i, row in enumerate(products):
                 if row[i] > 0:
-                    rest = math.fsum(a * c for a, c in zip(row, found, strict=True)) - row[i] * found[i]
-                    found[i] = max(0.0, (target[i] - rest) / row[i])
-        predicted = parts @ torch.tensor(found, dtype=torch.float64)
+                    rest = math.fsum(a * c for a, c in zip(row, fit, strict=True)) - row[i] * fit[i]
+                    fit[i] = max(0.0, (target[i] - rest) / row[i])
+            if math.dist(fit, before) < SETTLED:
+                break
+        if math.dist(fit, found) < SETTLED:
+            break
+        found, predicted = fit, parts @ torch.tensor(fit, dtype=torch.float64)
     return [c / top for c, top in zip(found, largest.tolist(), strict=True)]
