@@ -8,6 +8,7 @@ import pytest
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # Nothing is downloaded. It is read when transformers is imported.
 
+
 @pytest.fixture(scope="session", autouse=True)
 def calibrated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Times in seconds, like those of two cores."""

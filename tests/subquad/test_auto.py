@@ -11,16 +11,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from subquad import (
-    Auto, Exact, MultiheadAttention, Multipole, RandomFeatures, Taylor, Window, attention, cost, measure_error, native,
+    Auto,
+    Exact,
+    MultiheadAttention,
+    Multipole,
+    RandomFeatures,
+    Taylor,
+    Window,
+    attention,
+    cost,
+    measure_error,
+    native,
 )  # fmt: skip
 from subquad._calls.call import Call
-from subquad.planning import auto as module
 from subquad.planning import asker
-from subquad.planning.asker import Asker, taylor_bound
+from subquad.planning import auto as module
+from subquad.planning.asker import Asker
 from subquad.planning.asking_cost import exact_rows_flops, method_rows_flops
 from subquad.planning.multipole_rows import is_rowwise, multipole_rows
 from subquad.planning.rows import exact_rows, method_rows, pick_rows, risks
-
 
 ASKING_SHARE = module.MAX_ASKING_SHARE
 
@@ -167,7 +176,7 @@ def test_the_bound_holds(degree, is_causal) -> None:
         call = Call.of(q, k, v, is_causal=is_causal)
         exact = attention(q, k, v, is_causal=is_causal)
         moved = (attention(q, k, v, is_causal=is_causal, method=Taylor(degree)) - exact).square().sum()
-        bound = taylor_bound(Taylor(degree), risks(call), asked(call).radius)
+        bound = asked(call).bound(Taylor(degree))
         assert float(moved) <= bound
     assert (bound == math.inf) == (degree % 2 == 1)
 

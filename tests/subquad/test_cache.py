@@ -173,7 +173,7 @@ def test_a_full_disk_leaves_no_file(fresh, monkeypatch, function) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(cache.os, function, full)
-    with pytest.raises(PermissionError, match="No space left on device.*; set SUBQUAD_CACHE"):
+    with pytest.raises(PermissionError, match=r"No space left on device.*; set SUBQUAD_CACHE"):
         calibration()
     assert not list(cache.cache_folder().iterdir())
     assert bool(fresh) == (function != "fdopen"), "a disk that is full is found before the work"

@@ -6,8 +6,22 @@ import pytest
 import torch
 
 from subquad import (
-    Auto, BlockSparse, Exact, Linear, Multipole, RandomFeatures, Separable, Taylor, Window, cost, crossover, error,
-    measure_error, multihead_cost, native, plan,
+    Auto,
+    BlockSparse,
+    Exact,
+    Linear,
+    Multipole,
+    RandomFeatures,
+    Separable,
+    Taylor,
+    Window,
+    cost,
+    crossover,
+    error,
+    measure_error,
+    multihead_cost,
+    native,
+    plan,
 )  # fmt: skip
 from subquad.methods import label_of
 from subquad.planning.calibration_file import predicted_seconds
@@ -280,7 +294,7 @@ def test_sizes_may_be_integers_of_numpy() -> None:
     assert crossover("exact", "linear", head_dim=np.int64(64), max_length=np.int64(10**6)) == 66
     assert error("taylor", logit_range=np.int64(1)) == error("taylor", logit_range=1)
     assert multihead_cost(np.int64(64), np.int64(8), query_length=n) == multihead_cost(64, 8, query_length=4096)
-    with pytest.raises(ValueError, match="head_dim: expected a whole number >= 1, got np.float64"):
+    with pytest.raises(ValueError, match=r"head_dim: expected a whole number >= 1, got np\.float64"):
         cost("taylor", query_length=8, head_dim=np.float64(16))
 
 

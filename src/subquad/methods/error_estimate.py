@@ -58,7 +58,7 @@ UNKNOWN_ERROR = ErrorEstimate(None, "nothing")
 def as_range(logit_range: LogitRange) -> tuple[float, float]:
     """Return (low, high), or raise ValueError."""
     try:
-        pair = (-logit_range, logit_range) if isinstance(logit_range, Real) else logit_range
+        pair = (-logit_range, logit_range) if isinstance(logit_range, int | float | Real) else logit_range
         low, high = map(float, pair)
         if -inf < low <= high < inf:
             return low, high

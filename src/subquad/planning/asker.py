@@ -27,7 +27,7 @@ from subquad.planning.rows import Picked, method_rows, risks
 from subquad.planning.shape import Shape
 
 STANDARD_ERRORS = 3.0  # allowed deviation of a sum over sampled rows
-FIRST_ROWS, FIRST_ROWS_PER_HEAD = 32, 4  # on which a method is tried first: of all heads together, and of each, at least
+FIRST_ROWS, FIRST_ROWS_PER_HEAD = 32, 4  # on which a method is tried first: of all heads, and at least of each
 MAX_PREDICTED = 10.0  # times the budget: random features of a larger predicted error are not tried
 
 
@@ -47,13 +47,13 @@ class Asker:
     closest: ErrorEstimate = UNKNOWN_ERROR
     name: str = ""  # of the method that came closest
     skipped: list[str] = field(default_factory=list)  # methods that would have cost too much
+    norms: dict[Any, float] = field(default_factory=dict)  # of a query and a key, by the key shift
 
     def ask(self, method: Any) -> ErrorEstimate:
         """Return the error of a method, with a margin where it is measured; unknown where it was not asked."""
         found = UNKNOWN_ERROR
-        bound = taylor_bound(method, self._reach(method), self.radius) if isinstance(method, Taylor) else None
-        if bound is not None:
-            found = ErrorEstimate(sqrt(bound / self.norm), "bound")
+        if isinstance(method, Taylor):
+            found = ErrorEstimate(sqrt(self.bound(method) / self.norm), "bound")
         # With negative weights, a row that was not sampled can be off by any amount: only a bound is acceptable.
         if not found.is_within(self.max_error) and method.positive:
             found = self._measured(method)
@@ -104,19 +104,23 @@ class Asker:
         places, weights = self.picked.places[..., index].contiguous(), self.picked.weights[index]
         return Picked(places, weights, 0), self.exact[:, :, index]
 
-    def _reach(self, method: Any) -> Tensor:
-        """Return (b, g, n): no scaled logit of a row is larger in magnitude once the keys are shifted."""
-        if method.key_shift is None:
-            return self.risk
-        return risks(self.call, shifted(method, self.call.key, self.call.layout.key_heads))
+    def bound(self, method: Taylor) -> float:
+        """Return a bound of the squared error over all rows, rounding aside; infinity where there is none."""
+        reach = self.risk
+        if method.key_shift is not None:
+            reach = risks(self.call, shifted(method, self.call.key, self.call.layout.key_heads))
+        part = taylor_bound(method, reach)
+        return inf if part is None else float((part * 2 * self.radius[:, None, None]).square().sum())
 
     def _squared_norm(self, method: Any) -> float:
         """Return |q + k|^2, scaled, of a typical query and key at right angles."""
-        lay, key = self.call.layout, shifted(method, self.call.key, self.call.layout.key_heads)
-        keep, keys = self.call.keep(), lay.fold_key(key).float().square().sum(-1)
-        seen = keys if keep is None else keys[keep]
-        queries = lay.fold_query(self.call.query).float().square().sum(-1)
-        return abs(self.call.logit_scale) * float(queries.median() + seen.median())
+        if method.key_shift not in self.norms:
+            key = shifted(method, self.call.key, self.call.layout.key_heads)
+            keep, keys = self.call.keep(), self.call.layout.fold_key(key).float().square().sum(-1)
+            seen = keys if keep is None else keys[keep]
+            queries = self.call.layout.fold_query(self.call.query).float().square().sum(-1)
+            self.norms[method.key_shift] = abs(self.call.logit_scale) * float(queries.median() + seen.median())
+        return self.norms[method.key_shift]
 
     @cached_property
     def radius(self) -> Tensor:
@@ -128,12 +132,17 @@ class Asker:
         return torch.where(seen, (shown - center).norm(dim=-1), 0.0).amax(-1)
 
 
-def taylor_bound(method: Taylor, reach: Tensor, radius: Tensor) -> float:
-    """Return a bound of the squared error over all rows, rounding aside; infinity where there is none."""
+def taylor_bound(method: Taylor, reach: Tensor) -> Tensor | None:
+    """Return (b, g, n): how far a row can move, as a part of the diameter of the values; None if by any amount.
+
+    Args:
+        method: The series.
+        reach: (b, g, n), the largest magnitude of a logit of each row.
+    """
     low, high = method.series(-reach), method.series(reach)
     if not bool((low > 0).all()):  # An odd series that is not positive: its normalizer can vanish.
-        return inf
+        return None
     # ln rho over [-reach, reach]; an odd series is nearest to the exponential at 0, where r = 1.
     factors = torch.stack([low.clamp(min=0.0).log() + reach, high.log() - reach])
     top = factors.amax(0).clamp(min=0.0) if method.degree % 2 else factors.amax(0)
-    return float((((top - factors.amin(0)) / 4).tanh() * 2 * radius[:, None, None]).square().sum())
+    return ((top - factors.amin(0)) / 4).tanh()

@@ -2,7 +2,7 @@
 
     rows to pick       norms and sorting, for every query
     exact rows         rows * keys pairs
-    rows of a method   pairs, keys of a window that are gathered, keys of Multipole that are sorted, or features of all keys
+    rows of a method   pairs, gathered keys of a window, sorted keys of Multipole, or features of all keys
 
 The factors were measured against torch's attention on one thread, at 8,192 tokens and width 64.
 """
@@ -34,7 +34,8 @@ def method_rows_flops(method: Any, shape: Shape, rows: int) -> float:
         sorting = shape.batch * shape.key_heads * segment_flops(method, shape)
         return SORT_PRICE * sorting + PAIR_PRICE * 2 * heads * rows * met_by_one(method, m) * width
     if engine == "sparse":
-        return WINDOW_ROW_PRICE * 2 * heads * rows * min(m, method.reach + method.sinks) * width
+        sees: int = min(m, method.reach + method.sinks)
+        return WINDOW_ROW_PRICE * 2 * heads * rows * sees * width
     features = feature_method(method)
     if features.of_logits is not None:
         return _pairs_flops(shape, rows)

@@ -131,7 +131,6 @@ class Auto:
         log.info(choice.reason)
         return choice
 
-
     def _recalled(self, call: Call, training: bool) -> Choice:
         """Return the choice for a call, beginning with the last answer for its shape."""
         key = _shape(call, training), call.dtype, call.keep() is not None, call.segments is not None

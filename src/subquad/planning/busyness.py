@@ -1,7 +1,7 @@
 """Whether other programs use this machine: then times that are measured here are rough.
 
-    load      programs that want to run, over the last minute, as the system counts them
-    spread    the median of slower / faster, over calls that were measured twice
+load      programs that want to run, over the last minute, as the system counts them
+spread    the median of slower / faster, over calls that were measured twice
 """
 
 import os

@@ -22,8 +22,9 @@ def crossover(
     """Return the smallest length, of queries and keys, from which on `b` costs less than `a`; None if there is none.
 
     "From which on" means up to `max_length`: a short range where `b` happens to be cheaper does not count. Each length
-    is priced in the form that `attention` takes for it. By default calls are not causal. A causal call of exact
-    attention has half the pairs, but an approximation saves less there: ask with the `is_causal` of your calls.
+    is priced in the form that `attention` takes for it. Calls are not causal by default, and the length depends
+    much on that: on two cores of an AMD EPYC, at width 64, Multipole is faster than exact attention from about 1,800
+    causal tokens on, but from 11,000 on where calls are not causal.
 
     Args:
         a: A method or its name.
@@ -36,8 +37,8 @@ def crossover(
     Example:
         >>> crossover("exact", "linear", head_dim=64)
         66
-        >>> 4400 < crossover("exact", "taylor", head_dim=64, heads=8, is_causal=True) < 4600
-        True
+        >>> [crossover("exact", "taylor", head_dim=64, heads=8, is_causal=causal) for causal in (True, False)]
+        [4486, 2179]
     """
     first, second = _comparable("a", a), _comparable("b", b)
     max_length = as_int(max_length)

@@ -84,9 +84,7 @@ def _from_a_sample(best: Candidate, exact: Candidate, candidates: Sequence[Candi
     return f" A sample of your queries, keys and values (`sample=`) would measure the error of {listed} too."
 
 
-def _fastest_to_train(
-    best: Candidate, exact: Candidate, candidates: Sequence[Candidate], situation: Situation
-) -> str:
+def _fastest_to_train(best: Candidate, exact: Candidate, candidates: Sequence[Candidate], situation: Situation) -> str:
     """Say what is fastest, and what is fastest among the methods that can recall any token."""
     steps = "forward and backward" if situation.shape.training else "forward"
     first = f"{best.name}: the fastest to train with at this length, {duration(best.seconds)} {steps}"
@@ -97,8 +95,8 @@ def _fastest_to_train(
     if whole is not exact:
         other += f" or {short(exact.seconds / whole.seconds)}x as fast as exact attention"
     return (
-        f"{first}, {short(exact.seconds / best.seconds)}x as fast as exact attention. It can recall {best.recall}, with "
-        f"a state of {mebibytes(best.state_bytes)}. {other}. Which one learns your task, only training tells."
+        f"{first}, {short(exact.seconds / best.seconds)}x as fast as exact attention. It can recall {best.recall}, "
+        f"with a state of {mebibytes(best.state_bytes)}. {other}. Which one learns your task, only training tells."
     )
 
 

@@ -27,4 +27,5 @@ def reference_coefficients(method: Any, form: str, shape: Shape) -> list[float]:
 
 def reference_seconds(method: Any, form: str, shape: Shape) -> float:
     """Return how long a call takes by these figures."""
-    return sum(c * w for c, w in zip(reference_coefficients(method, form, shape), work(method, form, shape), strict=True))
+    coefficients = reference_coefficients(method, form, shape)
+    return sum(c * w for c, w in zip(coefficients, work(method, form, shape), strict=True))

@@ -29,7 +29,8 @@ from subquad.planning.multipole_rows import is_rowwise, multipole_rows
 from subquad.planning.sparse_pairs import has_places
 from subquad.planning.window_rows import window_rows
 
-BLOCK_PAIRS = 1 << 22  # weights that are made at once
+BLOCK_PAIRS = 1 << 20  # weights that are made at once
+SAFE_NORMS = 1e-15, 1e18  # of vectors whose squares float32 can add up
 LOUD_KEYS = 16  # keys of the largest norms that every row is compared with
 WINDOW_ROW_PRICE = 64  # rows of a call of Window that take as long as one row alone
 
@@ -57,13 +58,17 @@ def risks(call: Call, key: Tensor | None = None) -> Tensor:
     else:
         largest = norms.amax(-1, keepdim=True)
     own = _norms(call.layout.fold_query(call.query))
-    return own * largest[:, None] * (abs(call.logit_scale) * (1 + 1e-9))  # allows for rounding of the norms
+    return own * largest[:, None] * (abs(call.logit_scale) * (1 + 1e-9))  # allows for rounding of the product
 
 
 def _norms(x: Tensor) -> Tensor:
-    """Return the norms of vectors, in float64: squares of small numbers must not vanish."""
-    found: Tensor = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64)
-    return found
+    """Return norms of vectors (..., d), float64, rounded up: in float32, unless squares could vanish or overflow."""
+    if x.dtype != torch.float64:
+        found: Tensor = widen(x).norm(dim=-1)
+        if bool(((found > SAFE_NORMS[0]) & (found < SAFE_NORMS[1])).all()):
+            return found.double() * (1 + x.shape[-1] * torch.finfo(found.dtype).eps)
+    wide: Tensor = x.double().norm(dim=-1)
+    return wide * (1 + 1e-9)
 
 
 def loudest(call: Call) -> Tensor:
@@ -178,8 +183,9 @@ def _rows_by_logits(
     for block in row_blocks(call, picked):
         keys, values = (x[block.heads].to(dtype) for x in (k, v))
         # All rows that meet the same keys, of every query head of a group, in one product.
-        rows, seen = (x.unflatten(0, (-1, g)).flatten(1, 2) for x in (block.q.to(dtype), block.seen))
-        weights = weigh(torch.bmm(rows, keys.mT) * call.logit_scale, seen)
+        scaled = block.q.to(dtype) * call.logit_scale
+        rows, seen = (x.unflatten(0, (-1, g)).flatten(1, 2) for x in (scaled, block.seen))
+        weights = weigh(torch.bmm(rows, keys.mT), seen)
         if keep is not None:
             values = torch.where(keep[block.heads][..., None], values, 0.0)
         if keep is not None or call.segments is not None:
