@@ -365,6 +365,10 @@ def test_an_answer_is_remembered_and_the_promise_stays(monkeypatch) -> None:
     assert auto.choose(*easy, is_causal=True).reason.find("remembered") == -1, "another shape"
     assert copy.copy(auto)._memory == {} and copy.copy(auto) == auto
     assert Auto(0.1).choose(*easy).method == first.method and not Auto(0.1)._memory
+    layers = [MultiheadAttention(16, 4, method=auto, batch_first=True) for _ in range(2)]
+    x = torch.randn(1, 50, 16)
+    layers[0](x, x, x, need_weights=False)
+    assert [len(layer.method._memory) for layer in layers] == [1, 0], "each module has its own memory"
     with pytest.raises(ValueError, match="remember: expected True or False, got 1"):
         Auto(remember=1)
 

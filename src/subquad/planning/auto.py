@@ -79,8 +79,9 @@ class Auto:
         remember: Whether later calls of the same shape begin with the answer of the one before. The promise stays the
             same for every call: a method that is remembered is checked on the rows of the new call before it is taken,
             and if it fails, all questions are asked. Only "exact" is taken without a check, for the next 32 calls,
-            which then miss a faster method if their numbers allow one. What is taken so depends on earlier calls. Give
-            each layer a value of its own, as `copy.copy` makes one, so that it remembers its own answers.
+            which then miss a faster method if their numbers allow one. So what is taken depends on earlier calls. A
+            `MultiheadAttention`, also where `replace_attention` made it, has a memory of its own; elsewhere give each
+            layer a copy, `copy.copy(auto)`.
 
     Example:
         >>> from subquad import attention

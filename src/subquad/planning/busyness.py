@@ -26,17 +26,18 @@ def is_loaded(before: float) -> bool:
     return before + min(torch.get_num_threads(), cores) > cores + SPARE_LOAD
 
 
-def note_on(before: float, spread: float, measured: float) -> str:
+def note_on(before: float, spread: float | None, measured: float) -> str:
     """Return a sentence, with a leading space, on a calibration that is rough; nothing if it is not.
 
     Args:
         before: The load before it.
-        spread: How much times varied, 1 = not at all.
+        spread: How much times varied, 1 = not at all; None if no call was measured twice.
         measured: The share of its calls that were measured.
     """
-    is_busy = is_loaded(before) or spread > MAX_SPREAD
+    is_busy = is_loaded(before) or (spread is not None and spread > MAX_SPREAD)
     if not is_busy and measured == 1:
         return ""
-    found = f"load {before:.1f} on {os.cpu_count()} cores, times varied by {spread - 1:.0%}, {measured:.0%} measured"
+    found = f"load {before:.1f} on {os.cpu_count()} cores, {measured:.0%} of the calls measured"
+    found += "" if spread is None else f", times varied by {spread - 1:.0%}"
     why = "the machine was busy" if is_busy else "there was not enough time"
     return f" Times are rough: {why} when it was calibrated ({found}); a later run on a quiet machine measures again."

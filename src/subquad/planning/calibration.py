@@ -161,7 +161,7 @@ def calibrate(
             show(done, TURNS * count)
     share, pace = sum(seconds < math.inf for seconds in best) / count, _pace(best, usual)
     filled = [a if a < math.inf else pace * b for a, b in zip(best, usual, strict=True)]
-    return fitted(filled, device.type, note_on(before, median(ratios) if ratios else 1.0, share))
+    return fitted(filled, device.type, note_on(before, median(ratios) if ratios else None, share))
 
 
 def _pace(best: list[float], usual: list[float]) -> float:
