@@ -314,6 +314,13 @@ def test_all_questions_cost_a_tenth_of_exact_attention(n, monkeypatch) -> None:
         assert len(spent) > 1
 
 
+def test_what_a_question_cost_is_gone() -> None:
+    call = Call.of(*trained(1000), is_causal=True)
+    price = method_rows_flops(Taylor(4), module._shape(call, False), 16)  # of the first rows, on which it fails
+    poor = asked(call, budget=1.5 * price)
+    assert [poor.ask(Taylor(4)).relative is None for _ in range(2)] == [False, True]
+
+
 def test_a_method_that_is_far_off_is_tried_on_few_rows_only(monkeypatch) -> None:
     q, k, v = trained(3000)
     tried = []

@@ -12,12 +12,24 @@ from typing import Any
 from subquad._engines import engine_of
 from subquad.methods.method import feature_method
 from subquad.planning.multipole_cost import met_by_one, segment_flops
+from subquad.planning.reference import TRAINING_FACTOR
 from subquad.planning.rows import WINDOW_ROW_PRICE
 from subquad.planning.shape import Shape
 
 CALL_FLOPS = 50_000_000  # what the interpreter takes for some fifty operations
 PICK_FLOPS = 35_000  # of a query
 PAIR_PRICE, SORT_PRICE, FEATURE_PRICE = 1.5, 10, 8  # of an operation, relative to exact attention
+EXPONENTIAL_FLOPS = 64  # of a weight, besides its products: in narrow heads most of the time
+MEASURED_WIDTH = 128  # of keys and values together, where the factors were measured
+
+
+def exact_flops(shape: Shape) -> float:
+    """Return the operations of exact attention, with those of its exponentials, in units of wide heads."""
+    products, share = (
+        2 * (shape.head_dim + shape.value_dim),
+        2 * MEASURED_WIDTH / (2 * MEASURED_WIDTH + EXPONENTIAL_FLOPS),
+    )
+    return shape.pairs * (products + EXPONENTIAL_FLOPS) * share * (TRAINING_FACTOR if shape.training else 1)
 
 
 def exact_rows_flops(shape: Shape, rows: int) -> float:

@@ -26,7 +26,7 @@ from subquad.methods import AnyMethod, Exact, Multipole, RandomFeatures, Taylor,
 from subquad.methods.checks import check_whole
 from subquad.methods.error_estimate import NO_ERROR, ErrorEstimate, check_max_error
 from subquad.planning.asker import STANDARD_ERRORS, Asker
-from subquad.planning.asking_cost import exact_rows_flops, method_rows_flops
+from subquad.planning.asking_cost import exact_flops, exact_rows_flops, method_rows_flops
 from subquad.planning.calibration_file import cached
 from subquad.planning.cost import cost_of
 from subquad.planning.rows import exact_rows, pick_rows, risks, undisturbed
@@ -168,7 +168,7 @@ def _chosen(call: Call, training: bool, auto: Auto, only: AnyMethod | None = Non
     faster = _faster(call.query, shape) if only is None else [only]
     if not faster:
         return _exact("no approximation is faster at this shape")
-    budget = MAX_ASKING_SHARE * cost_of(Exact(), shape).flops - exact_rows_flops(shape, auto.check_rows)
+    budget = MAX_ASKING_SHARE * exact_flops(shape) - exact_rows_flops(shape, auto.check_rows)
     if budget < 0:
         return _exact(f"to check {auto.check_rows} rows of each head would take too long for so short a call")
     risk = risks(call)
