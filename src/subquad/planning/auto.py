@@ -52,7 +52,7 @@ class Choice:
     reason: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Auto:
     """The cheapest method whose relative error is at most `max_error`, else exact attention; decided for each call.
 
@@ -102,6 +102,10 @@ class Auto:
         check_whole("check_rows", self.check_rows, MIN_CHECK_ROWS)
         if not isinstance(self.remember, bool):
             raise ValueError(f"remember: expected True or False, got {self.remember!r}")
+
+    def __repr__(self) -> str:
+        remember = ", remember=True" if self.remember else ""
+        return f"Auto(max_error={self.max_error}, check_rows={self.check_rows}{remember})"
 
     def __copy__(self) -> "Auto":
         return Auto(self.max_error, self.check_rows, self.remember)
