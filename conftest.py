@@ -8,14 +8,6 @@ import pytest
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # Nothing is downloaded. It is read when transformers is imported.
 
-COEFFICIENTS = {
-    "exact": [width * 2e-11 for _ in range(6) for width in (16, 64, 128)],  # of a pair, by length and width
-    "dense": [2e-4, 1.2e-11, 4e-10, 2e-11, 1e-9],
-    "fused": [3e-5, 1.2e-11, 2e-11, 1.2e-11, 1e-9],
-    "chunked": [3e-4, 1e-5, 2e-11, 1.2e-11, 2e-10, 1.2e-11, 2e-10, 1e-9],
-}
-BY_FAMILY = {"multipole": [2e-3, 1.2e-11, 1e-6, 1e-11, 1e-9], "sparse": [5e-5, 1e-11, 5e-10, 5e-12, 1e-7]}
-
 
 @pytest.fixture(scope="session", autouse=True)
 def calibrated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
@@ -27,15 +19,13 @@ def calibrated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     from subquad import native
     from subquad.planning.calibration import grid
     from subquad.planning.calibration_file import file_of, machine
-    from subquad.planning.seconds import family, name_of
+    from subquad.planning.reference import reference_coefficients
+    from subquad.planning.seconds import name_of
 
     for with_kernels in {native.available(), False}:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(native, "available", lambda answer=with_kernels: answer)
-            found = {}
-            for method, form, shape in grid():
-                row = BY_FAMILY.get(family(method)) or COEFFICIENTS[form]
-                found[name_of(method, form, shape)] = [c * (3 if shape.training else 1) for c in row]
+            found = {name_of(*call): reference_coefficients(*call) for call in grid()}
             for threads in {1, torch.get_num_threads()}:
                 of = machine(torch.device("cpu"), torch.float32) | {"threads": threads}
                 file_of(of).write_text(json.dumps({"machine": of, "coefficients": found}))

@@ -1,14 +1,19 @@
-"""Does `Auto` keep its promise? Many inputs, causal and not, and the true error of what it chose, over all rows.
+"""Does `Auto` keep its promise, and what does it cost to ask? Many inputs, and the true error over all rows.
 
-    python benchmarks/auto.py [--inputs 2000] [--activations FILE.safetensors]
+    python benchmarks/auto.py [--inputs 250] [--activations FILE.safetensors] [--layers FILE.pt]
 
 Inputs are normal ones of scales 0.01 to 10, clustered ones, ones with outliers among queries, keys or values, those
 with a common mean, with values of little spread, and with rare rows that meet a loud key; also, from a file that
-benchmarks/pretrained.py --save writes, the activations of a trained encoder.
+benchmarks/pretrained.py --save writes, the activations of a trained encoder. Each is asked 8 times: causal and not, for
+four promises. Asking is not limited to a tenth of the call here: such short calls would all be exact.
+
+--layers reads the activations of a trained decoder, {layer: (query, key, value)} as torch.save writes it, and measures
+times: of exact attention, of attention by `Auto`, and by an `Auto` that remembers, in turns; and the error of each.
 """
 
 import argparse
 import math
+import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -20,7 +25,9 @@ from rich.progress import track
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from subquad import Auto, attention
+from subquad import Auto, Exact, attention
+from subquad.methods import label_of
+from subquad.planning import auto as planning_auto
 
 PROMISES = (0.5, 0.1, 0.01, 0.001)
 WIDTHS, LENGTHS = (4, 8, 16), (512, 1024, 2048)
@@ -99,11 +106,73 @@ def outcomes(kind: str, q: Tensor, k: Tensor, v: Tensor) -> Iterator[Outcome]:
             yield Outcome(kind, is_causal, promise, method, choice.error.known_by, error)
 
 
+@dataclass(frozen=True)
+class Timing:
+    layer: str
+    length: int
+    promise: float
+    method: str
+    exact_ms: float
+    auto_ms: float
+    remembering_ms: float
+    error: float
+
+
+@torch.no_grad()
+def timings(path: Path, lengths: list[int], turns: int) -> Iterator[Timing]:
+    """Times of one layer's causal attention, the best of several turns."""
+    layers = torch.load(path, mmap=True, weights_only=True)
+    for layer, length in ((layer, n) for n in lengths for layer in layers):
+        q, k, v = (x[:, :, :length].float().contiguous() for x in layers[layer])
+        options = dict(is_causal=True, enable_gqa=True)
+        for promise in (0.2, 0.1, 0.05):
+            remembering = Auto(promise, remember=True)
+            methods = {"exact": Exact(), "auto": Auto(promise), "remembering": remembering}
+            best = dict.fromkeys(methods, math.inf)
+            for _ in range(turns):
+                for name, method in methods.items():
+                    begin = time.perf_counter()
+                    attention(q, k, v, method=method, **options)
+                    best[name] = min(best[name], time.perf_counter() - begin)
+            exact, output = (attention(q, k, v, method=method, **options) for method in (Exact(), Auto(promise)))
+            error = float((output - exact).norm() / exact.norm())
+            chosen = label_of(Auto(promise).choose(q, k, v, **options).method)
+            yield Timing(str(layer), length, promise, chosen, *(1000 * x for x in best.values()), error)
+
+
+def timing_report(found: list[Timing]) -> str:
+    lines = [
+        "| layer | tokens | promise | choice | exact | auto | remembering | auto/exact | remembering/exact | error |",
+        "|---|---:|---:|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for t in found:
+        lines.append(
+            f"| {t.layer} | {t.length:,} | {t.promise:g} | {t.method} | {t.exact_ms:.0f} ms | {t.auto_ms:.0f} ms | "
+            f"{t.remembering_ms:.0f} ms | {t.auto_ms / t.exact_ms:.2f} | {t.remembering_ms / t.exact_ms:.2f} | "
+            f"{t.error:.3f} |"
+        )
+    faster = sum(t.method != "Exact()" for t in found)
+    worst = max((t.auto_ms / t.exact_ms for t in found if t.method == "Exact()"), default=math.nan)
+    lines.append(
+        f"\nSomething faster was found in {faster} of {len(found)} calls. Where it ended exact, Auto took at most "
+        f"{worst:.2f} times as long as exact attention. Promises broken: {sum(t.error > t.promise for t in found)}."
+    )
+    return "\n".join(lines)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Check the promise of subquad.Auto.")
-    parser.add_argument("--inputs", type=int, default=2000, help="how many drawn inputs (%(default)s)")
+    parser = argparse.ArgumentParser(description="Check the promise of subquad.Auto, and time it.")
+    parser.add_argument("--layers", type=Path, help="activations of a trained decoder, to time")
+    parser.add_argument("--lengths", default="8192,16384", help="tokens of them, with commas between (%(default)s)")
+    parser.add_argument("--turns", type=int, default=5, help="how often each call is timed (%(default)s)")
+    parser.add_argument("--inputs", type=int, default=250, help="how many drawn inputs (%(default)s)")
     parser.add_argument("--activations", type=Path, help="a file of benchmarks/pretrained.py --save")
     options = parser.parse_args()
+    timed: list[Timing] = []
+    if options.layers:
+        lengths = [int(text) for text in options.lengths.split(",")]
+        timed = list(timings(options.layers, lengths, options.turns))
+    planning_auto.MAX_ASKING_SHARE = math.inf
     found: list[Outcome] = []
     for seed in track(range(options.inputs), "drawn inputs"):
         found += outcomes(*inputs(seed))
@@ -112,9 +181,9 @@ def main() -> None:
             found += outcomes(*case)
     write_page(
         "auto",
-        f"# Auto, {today()}\n\n{machine()}\n\n{report(found)}\n",
-        [asdict(o) for o in found if not o.error <= o.promise],
-    )  # the broken ones
+        f"# Auto, {today()}\n\n{machine()}\n\n{timing_report(timed)}\n\n{report(found)}\n",
+        {"timings": [asdict(t) for t in timed], "broken": [asdict(o) for o in found if not o.error <= o.promise]},
+    )
 
 
 def report(found: list[Outcome]) -> str:

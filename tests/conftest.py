@@ -43,4 +43,5 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     monkeypatch.setenv("SUBQUAD_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(calibration, "measured_seconds", known)
+    monkeypatch.setattr("os.getloadavg", lambda: (0.0, 0.0, 0.0))
     return measured

@@ -30,7 +30,8 @@ from subquad.planning.cost_result import Cost
 from subquad.planning.crossover import crossover
 from subquad.planning.error import error, needed_degree, needed_features
 from subquad.planning.measured_error import logit_range, measure_error
-from subquad.planning.plan import Candidate, Plan, plan
+from subquad.planning.plan import plan
+from subquad.planning.plan_result import Candidate, Plan
 
 __version__ = "0.1.0"
 

@@ -31,7 +31,7 @@ from subquad._engines.finite import widen
 from subquad._torch_internals import has_numbers, outside_graph
 from subquad.methods import AnyMethod, Exact, Method, MethodName, feature_method
 from subquad.methods import resolve as resolve_named
-from subquad.planning.auto import Auto
+from subquad.planning.auto import Auto, Choice
 from subquad.planning.far_range import warn_far_range
 
 MethodLike: TypeAlias = AnyMethod | Auto | MethodName | str
@@ -154,17 +154,25 @@ def attention(
     return result
 
 
+def decided(method: AnyMethod | Auto, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> AnyMethod:
+    """Return the method itself, or the one that `Auto` chooses for this call."""
+    if not isinstance(method, Auto):
+        return method
+    if options.pop("state", None) is not None or options.pop("return_state", False):
+        raise ValueError("state: Auto decides by the whole sequence; name a method to compute it in pieces")
+    choose = outside_graph(method.choose, AUTO_IN_GRAPH)
+    if not has_numbers(query):
+        return Exact()
+    choice: Choice = choose(query, key, value, **options)
+    return choice.method
+
+
 def quiet_attention(
     query: Tensor, key: Tensor, value: Tensor, *, method: AnyMethod | Auto, warns: bool = False, **options: Any
 ) -> Any:
     """Compute `attention` by a method that was resolved; without warnings, for modules, unless `warns`."""
     state, is_stateful = options.get("state"), options.get("return_state", False)
-    if isinstance(method, Auto):
-        if state is not None or is_stateful:
-            raise ValueError("state: Auto decides by the whole sequence; name a method to compute it in pieces")
-        choose = outside_graph(method.choose, AUTO_IN_GRAPH)
-        given = {name: x for name, x in options.items() if "state" not in name}
-        method = choose(query, key, value, **given).method if has_numbers(query) else Exact()
+    method = decided(method, query, key, value, **options)
     mask, is_causal = options.get("attn_mask"), options.get("is_causal", False)
     has_masks = options.get("key_padding_mask") is not None or options.get("segment_ids") is not None
     has_own_form = mask is not None and (is_causal or mask.dim() < 2)  # torch's function does not take it

@@ -43,12 +43,14 @@ def plan(
     batch: int | None = None,
     causal: bool = True,
     training: bool = False,
+    purpose: str = "swap",
     dtype: str = "float32",
     all: bool = False,
 ) -> None:
     """Choose the quickest method for a shape and an error, and say why.
 
-    Times are predicted for this machine, which is measured the first time: half a minute, kept in the cache folder.
+    Times are predicted for this machine, which is measured the first time: at most half a minute, kept in the cache
+    folder.
 
     Args:
         length: Number of queries; needed without a sample, as is head-dim. Sizes that are not given are the sample's.
@@ -67,7 +69,9 @@ def plan(
         key_heads: Number of key heads, if query heads share them.
         batch: Number of sequences; 1 without a sample.
         causal: Whether a query sees only the keys up to its own place.
-        training: Whether the backward counts too.
+        training: Whether the backward counts too; with the purpose train it always does.
+        purpose: swap, to replace exact attention in a model that has it; or train, for a model that is trained from
+            scratch: then no error counts, and the table tells sizes of states and what a layer can recall.
         dtype: float32, float64, bfloat16 or float16.
         all: Show every candidate, not just those that compete; of a model, also every head.
     """
@@ -77,13 +81,14 @@ def plan(
         from subquad_lab.model_planning import run as run_model
 
         others = [*sizes.values(), logit_range, sample]
-        if any(other is not None for other in others) or not causal or training or dtype != "float32":
+        rest = causal, training, purpose, dtype
+        if any(other is not None for other in others) or rest != (True, False, "swap", "float32"):
             raise UsageError("--model: goes with --text, --tokens, --max-error and --all; others are the model's own")
         run_model(model, text, tokens, max_error, all)
         return
     from subquad_lab.planning import run
 
-    run(sizes, max_error, logit_range, sample, causal, training, dtype, all)
+    run(sizes, max_error, logit_range, sample, causal, training, purpose, dtype, all)
 
 
 def bench(

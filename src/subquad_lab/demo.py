@@ -132,7 +132,7 @@ def plan(out: Path) -> None:
     from subquad_lab.planning import run as print_plan
 
     sizes = dict(query_length=32_768, heads=8, head_dim=16)
-    write_printed(out / PLAN, lambda: print_plan(sizes, 0.05, 0.5, None, True, False, "float32", False))  # type: ignore[arg-type]
+    write_printed(out / PLAN, lambda: print_plan(sizes, 0.05, 0.5, None, True, False, "swap", "float32", False))  # type: ignore[arg-type]
 
 
 def planned(out: Path) -> str | None:

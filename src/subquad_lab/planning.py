@@ -13,7 +13,8 @@ from rich.table import Table
 from torch import Tensor
 
 import subquad
-from subquad.planning.plan import COLUMNS, Candidate
+from subquad.methods import BY_NAME
+from subquad.planning.plan_result import RIGHT_ALIGNED, Candidate
 from subquad_lab import UsageError
 
 DTYPES = ("float32", "float64", "bfloat16", "float16")
@@ -23,11 +24,13 @@ MOST = 12  # candidates that are shown unless all are asked for
 
 def run(
     sizes: dict[str, int | None], max_error: float, logit_range: float | None, sample: str | None, causal: bool,
-    training: bool, dtype: str, show_all: bool,
+    training: bool, purpose: str, dtype: str, show_all: bool,
 ) -> None:  # fmt: skip
     """Plan and print; a table with lines on a terminal, plain text in a pipe. `sizes` as for `subquad.plan`."""
     if dtype not in DTYPES:
         raise UsageError(f"--dtype: expected one of {', '.join(DTYPES)}, found {dtype!r}")
+    if purpose not in ("swap", "train"):
+        raise UsageError(f"--purpose: expected swap or train, found {purpose!r}")
     if logit_range is not None and sample is not None:
         raise UsageError("--sample: give either --logit-range or --sample, not both")
     if logit_range is not None and not 0 <= logit_range < inf:
@@ -36,21 +39,21 @@ def run(
     try:
         with calibration_shown() as progress:
             made = subquad.plan(
-                **sizes, is_causal=causal, training=training, max_error=max_error, logit_range=logit_range,
-                sample=tensors, dtype=getattr(torch, dtype), progress=progress,
+                **sizes, is_causal=causal, training=training or None, purpose=purpose, max_error=max_error,
+                logit_range=logit_range, sample=tensors, dtype=getattr(torch, dtype), progress=progress,
             )  # fmt: skip
     except PermissionError as error:  # of the cache folder
         raise UsageError(error) from error
     except ValueError as error:
         raise UsageError(in_options(str(error))) from error
-    shown = made if show_all else replace(made, candidates=tuple(competing(made)))
+    shown = made if show_all or purpose == "train" else replace(made, candidates=tuple(competing(made)))
     left_out = len(made.candidates) - len(shown.candidates)
 
     console = Console()
     if console.is_terminal:
         table = Table()
-        for column in COLUMNS:
-            table.add_column(column, justify="right" if column in ("time", "peak memory") else "left")
+        for column in shown.columns:
+            table.add_column(column, justify="right" if column in RIGHT_ALIGNED else "left")
         for candidate, cells in zip(shown.candidates, shown.rows(), strict=True):
             table.add_row(*cells, style="bold" if candidate is shown.choice else None)
         console.print(table)
@@ -75,7 +78,7 @@ def calibration_shown() -> Iterator[Callable[[int, int], None]]:
             if done == 0 and console.is_terminal:
                 stack.enter_context(bar)
             elif done == 0:
-                print("calibrating this machine (once) ...", file=sys.stderr, flush=True)
+                print("calibrating this machine (once), at most 30 s ...", file=sys.stderr, flush=True)
             bar.update(task, completed=done, total=total)
 
         yield show
@@ -117,8 +120,8 @@ def in_options(message: str) -> str:
 def competing(made: subquad.Plan) -> list[Candidate]:
     """The choice, exact attention, and what is acceptable or quicker than it, in the form that `attention` takes.
 
-    A candidate that another one beats in time and in error is left out. Acceptable ones come first where there are
-    too many.
+    A candidate that another one beats in time and in error is left out, and of those with an unknown error all but one
+    of each kind. Acceptable ones come first where there are too many.
     """
     taken = [c for c in made.candidates if c.is_chosen_form]
     exact = next(c for c in taken if isinstance(c.method, subquad.Exact))
@@ -128,6 +131,9 @@ def competing(made: subquad.Plan) -> list[Candidate]:
         for c in taken
         if c not in named and (c.is_acceptable or c.seconds < exact.seconds) and not any(beats(o, c) for o in taken)
     ]
+    usual = {type(c.method): c for c in reversed(others) if c.error.relative is None}  # the fastest of its kind,
+    usual |= {type(c.method): c for c in others if c.method in BY_NAME.values()}  # or the one with usual settings
+    others = [c for c in others if c.error.relative is not None or c is usual[type(c.method)]]
     others.sort(key=lambda c: not c.is_acceptable)
     kept = named + others[: MOST - len(named)]
     return [c for c in made.candidates if c in kept]

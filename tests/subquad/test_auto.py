@@ -1,17 +1,45 @@
 """Auto keeps its promise, says why, and costs nothing where it is not used."""
 
+import copy
 import logging
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from subquad import Auto, Exact, MultiheadAttention, RandomFeatures, Taylor, Window, attention, measure_error, native
+from subquad import (
+    Auto,
+    Exact,
+    MultiheadAttention,
+    Multipole,
+    RandomFeatures,
+    Taylor,
+    Window,
+    attention,
+    cost,
+    measure_error,
+    native,
+)  # fmt: skip
 from subquad._calls.call import Call
+from subquad.planning import asker
 from subquad.planning import auto as module
-from subquad.planning.auto import _taylor_bound
+from subquad.planning.asker import Asker
+from subquad.planning.asking_cost import exact_rows_flops, method_rows_flops
+from subquad.planning.multipole_rows import is_rowwise, multipole_rows
+from subquad.planning.rows import exact_rows, method_rows, pick_rows, risks
+
+ASKING_SHARE = module.MAX_ASKING_SHARE
+
+
+@pytest.fixture(autouse=True, scope="module")
+def patient() -> Iterator[None]:
+    """Let short calls be asked too, which otherwise are exact: asking would cost more than a tenth of them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "MAX_ASKING_SHARE", math.inf)
+        yield
 
 
 def drawn(seed: int, n: int, d: int, scale: float, kind: str) -> list[torch.Tensor]:
@@ -94,7 +122,7 @@ def test_all_kinds_of_choices_are_among_those_tested() -> None:
 
 def test_a_graph_cannot_decide() -> None:
     compiled = torch.compile(lambda *x: attention(*x, method="auto"), backend="eager", fullgraph=True)
-    with pytest.raises(Exception, match=r"Auto decides by numbers, which torch\.compile does not know"):
+    with pytest.raises(Exception, match=r"Auto decides by numbers, which a fixed graph does not have"):
         compiled(*drawn(0, 20, 4, 0.1, "normal"))
 
 
@@ -132,7 +160,7 @@ def test_easy_inputs_go_linear_and_hard_ones_do_not() -> None:
 
 def test_tiny_logits_have_a_bound_and_need_no_sample(monkeypatch) -> None:
     q, k, v = drawn(0, 4000, 8, 1e-4, "normal")
-    monkeypatch.setattr(module, "method_rows", lambda *_: pytest.fail("it looked at rows"))
+    monkeypatch.setattr(asker, "method_rows", lambda *_: pytest.fail("it looked at rows"))
     choice = Auto(0.01).choose(q, k, v + 3)
     assert choice.error.known_by == "bound"
     assert choice.error.relative <= 0.01
@@ -148,9 +176,16 @@ def test_the_bound_holds(degree, is_causal) -> None:
         call = Call.of(q, k, v, is_causal=is_causal)
         exact = attention(q, k, v, is_causal=is_causal)
         moved = (attention(q, k, v, is_causal=is_causal, method=Taylor(degree)) - exact).square().sum()
-        assert float(moved) <= _taylor_bound(Taylor(degree), call)
-    assert (_taylor_bound(Taylor(degree), call) == math.inf) == (degree % 2 == 1)
-    assert _taylor_bound(RandomFeatures(8), call) is None
+        bound = asked(call).bound(Taylor(degree))
+        assert float(moved) <= bound
+    assert (bound == math.inf) == (degree % 2 == 1)
+
+
+def asked(call: Call, budget: float = math.inf, max_error: float = 0.1) -> Asker:
+    """Questions on a call, of which 64 rows are known."""
+    picked = pick_rows(call, 64)
+    exact, shape = exact_rows(call, picked), module._shape(call, False)
+    return Asker(call, shape, max_error, picked, exact, picked.total(exact.square().sum(-1))[0], risks(call), budget)
 
 
 def test_a_common_mean_of_keys_is_taken_out_where_nobody_looks_ahead() -> None:
@@ -177,9 +212,12 @@ def test_odd_degrees_are_taken_by_bound_alone() -> None:
 def test_what_has_no_linear_form_is_exact() -> None:
     q, k, v = drawn(0, 2000, 4, 0.01, "normal")
     assert not isinstance(Auto(0.1).choose(q, k, v).method, Exact)
-    pairs = torch.ones(2000, 2000, dtype=torch.bool).tril()
-    for options in (dict(attn_mask=pairs), dict(attn_mask=torch.zeros(2000)), dict(dropout_p=0.1)):
-        assert Auto(0.1).choose(q, k, v, **options).method == Exact()
+    causal = torch.ones(2000, 2000, dtype=torch.bool).tril()
+    for mask in (causal.T, torch.rand(2000), torch.where(causal, 0.5, -math.inf)):
+        assert Auto(0.1).choose(q, k, v, mask).method == Exact()
+    assert Auto(0.1).choose(q, k, v, dropout_p=0.1).method == Exact()
+    for mask in (causal, torch.zeros(2000), torch.where(causal, 0.0, -math.inf)):
+        assert not isinstance(Auto(0.1).choose(q, k, v, mask).method, Exact)
     keys = torch.rand(2000) > 0.5
     assert not isinstance(Auto(0.1).choose(q, k, v, keys).method, Exact)
     bad = k.clone()
@@ -245,8 +283,126 @@ def test_a_method_named_by_hand_is_not_questioned(monkeypatch) -> None:
     assert len(questions) == 1
 
 
+def trained(n: int, seed: int = 0) -> list[torch.Tensor]:
+    """Large logits, where no feature map is accurate, and keys in clusters."""
+    generator = torch.Generator().manual_seed(seed)
+    centers = torch.randn(1, 2, 40, 64, generator=generator)
+    q, k = (centers[:, :, torch.randint(40, (n,), generator=generator)] for _ in range(2))
+    noise = torch.randn(3, 1, 2, n, 64, generator=generator)
+    return [3 * (q + 0.3 * noise[0]), k + 0.3 * noise[1], noise[2]]
+
+
+@pytest.mark.parametrize("n", [512, 4096])
+def test_all_questions_cost_a_tenth_of_exact_attention(n, monkeypatch) -> None:
+    """What is predicted for the rows that were computed, added up, stays within the share."""
+    monkeypatch.setattr(module, "MAX_ASKING_SHARE", ASKING_SHARE)
+    q, k, v = trained(n)
+    shape, spent = module._shape(Call.of(q, k, v), False), []
+
+    def rows(method, call, picked):
+        spent.append(method_rows_flops(method, shape, picked.places.shape[-1]))
+        return method_rows(method, call, picked)
+
+    def exact(call, picked, dtype):
+        spent.append(exact_rows_flops(shape, picked.places.shape[-1]))
+        return exact_rows(call, picked, dtype)
+
+    monkeypatch.setattr(asker, "method_rows", rows)
+    monkeypatch.setattr(module, "exact_rows", exact)
+    reason = Auto(0.01).choose(q, k, v).reason
+    assert sum(spent) <= 0.1 * cost("exact", query_length=n, head_dim=64, heads=2).flops
+    if n == 512:
+        assert not spent and "would take too long for so short a call" in reason
+    else:
+        assert len(spent) > 1
+
+
+def test_what_a_question_cost_is_gone() -> None:
+    call = Call.of(*trained(1000), is_causal=True)
+    price = method_rows_flops(Taylor(4), module._shape(call, False), 16)  # of the first rows, on which it fails
+    poor = asked(call, budget=1.5 * price)
+    assert [poor.ask(Taylor(4)).relative is None for _ in range(2)] == [False, True]
+
+
+def test_a_method_that_is_far_off_is_tried_on_few_rows_only(monkeypatch) -> None:
+    q, k, v = trained(3000)
+    tried = []
+    monkeypatch.setattr(asker, "method_rows", lambda m, call, picked: tried.append(
+        (m, picked.places.shape[-1])) or method_rows(m, call, picked))  # fmt: skip
+    questions = asked(Call.of(q, k, v, is_causal=True))
+    assert questions.ask(Taylor(2)).relative > 0.1
+    assert tried == [(Taylor(2), 16)]  # 32 of both heads together
+    assert questions.ask(RandomFeatures(64, "hyperbolic")).known_by == "prediction" and len(tried) == 1
+    assert "closest is Taylor(2)" in questions.conclusion()
+    poor = asked(Call.of(q, k, v, is_causal=True), budget=0.0)
+    assert poor.ask(Taylor(2)).relative is None or poor.ask(Taylor(2)).known_by == "bound"
+    assert "checking Taylor(2) would cost too much here" in poor.conclusion()
+
+
+@pytest.mark.skipif(not native.available(), reason="no kernels")
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("sizes", [(900, 900, 4, 2), (300, 500, 2, 2), (500, 300, 2, 1)])
+def test_rows_of_multipole_are_those_of_the_whole_call(is_causal, sizes) -> None:
+    n, m, heads, key_heads = sizes
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, h, length, w, generator=generator) for h, length, w in (
+        (heads, n, 16), (key_heads, m, 16), (key_heads, m, 10)))  # fmt: skip
+    call = Call.of(q, k, v, is_causal=is_causal, enable_gqa=True, scale=0.4)
+    places = pick_rows(call, 40).places
+    whole = attention(q, k, v, is_causal=is_causal, enable_gqa=True, scale=0.4, method=Multipole())
+    expected = call.layout.fold_query(whole).gather(2, places[..., None].expand(-1, -1, -1, 10))
+    torch.testing.assert_close(multipole_rows(Multipole(), call, places), expected.double(), rtol=1e-5, atol=1e-6)
+    hidden = Call.of(q, k, v, is_causal=is_causal, enable_gqa=True, key_padding_mask=torch.arange(m).expand(2, -1) > 3)
+    assert is_rowwise(call) and not is_rowwise(hidden)
+
+
+def test_an_answer_is_remembered_and_the_promise_stays(monkeypatch) -> None:
+    questions = []
+    original = module._chosen
+    monkeypatch.setattr(module, "_chosen", lambda *a: questions.append(a[3:]) or original(*a))
+    auto = Auto(0.1, remember=True)
+    easy, hard = drawn(0, 2000, 4, 0.01, "normal"), drawn(0, 2000, 4, 100.0, "normal")
+    first = auto.choose(*easy)
+    assert not isinstance(first.method, Exact)
+    assert auto.choose(*easy).method == first.method
+    assert questions == [(), (first.method,)], "only the remembered method is checked"
+    assert auto.choose(*hard).method == Exact(), "it failed the check, and so did all others"
+    assert len(questions) == 4
+    for _ in range(module.REMEMBERED_CALLS):
+        assert "which is remembered" in auto.choose(*easy).reason
+    assert len(questions) == 4
+    assert auto.choose(*easy).method == first.method, "asked again"
+    assert auto.choose(*easy, is_causal=True).reason.find("remembered") == -1, "another shape"
+    assert copy.copy(auto)._memory == {} and copy.copy(auto) == auto
+    assert Auto(0.1).choose(*easy).method == first.method and not Auto(0.1)._memory
+    layers = [MultiheadAttention(16, 4, method=auto, batch_first=True) for _ in range(2)]
+    x = torch.randn(1, 50, 16)
+    layers[0](x, x, x, need_weights=False)
+    assert [len(layer.method._memory) for layer in layers] == [1, 0], "each module has its own memory"
+    with pytest.raises(ValueError, match="remember: expected True or False, got 1"):
+        Auto(remember=1)
+
+
+@settings(max_examples=60)
+@given(
+    seeds=st.lists(st.tuples(st.integers(0, 10**6), st.floats(-2, 1)), min_size=3, max_size=3),
+    kind=st.sampled_from(["normal", "outliers", "mean", "small spread", "rare rows"]),
+    max_error=st.sampled_from([0.3, 0.1, 0.01]),
+    is_causal=st.booleans(),
+)
+def test_the_promise_is_kept_where_answers_are_remembered(seeds, kind, max_error, is_causal) -> None:
+    """By calls of one shape whose numbers have nothing in common."""
+    auto = Auto(max_error, remember=True)
+    for seed, exponent in seeds:
+        q, k, v = drawn(seed, 700, 4, 10**exponent, kind)
+        output = attention(q, k, v, is_causal=is_causal, method=auto)
+        exact = attention(q.double(), k.double(), v.double(), is_causal=is_causal)
+        assert float((output - exact).norm() / exact.norm()) <= max_error
+
+
 def test_it_works_where_the_machine_was_never_calibrated(monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("SUBQUAD_CACHE", str(tmp_path))
     assert isinstance(Auto(0.05).choose(*drawn(0, 4000, 4, 0.01, "normal")).method, Taylor)
+    monkeypatch.setattr(module, "MAX_ASKING_SHARE", ASKING_SHARE)
     assert Auto(0.05).choose(*drawn(0, 30, 4, 0.01, "normal")).method == Exact()
     assert not list(tmp_path.iterdir())

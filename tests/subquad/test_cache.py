@@ -1,7 +1,12 @@
 """The calibration in the user's cache folder: made once, and never trusted blindly."""
 
+import errno
 import json
-import threading
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -101,14 +106,77 @@ def test_an_interrupted_calibration_leaves_nothing(fresh, monkeypatch) -> None:
     assert not list(cache.cache_folder().iterdir())
 
 
-def test_two_processes_calibrate_once(fresh, tmp_path) -> None:
-    """The second waits for the first, and then reads what it has left."""
-    threads = [threading.Thread(target=calibration) for _ in range(2)]
-    for thread in threads:  # flock holds between two opened handles, so threads show what processes do.
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(fresh) == module.TURNS * len(list(grid()))
+FAKE = """
+import sys, time
+from subquad.planning import calibration as module
+from subquad.planning.calibration_file import calibration
+from subquad.planning.reference import reference_seconds
+
+def measured(method, form, shape, *_):
+    with open(sys.argv[1], "a") as file:
+        file.write("x")
+    time.sleep(float(sys.argv[2]))
+    return reference_seconds(method, form, shape)
+
+module.measured_seconds, module.TURNS = measured, 1
+calibration()
+"""
+
+
+def started(journal: Path, seconds: float) -> subprocess.Popen:
+    """Start a process that calibrates, with calls that take this long and leave a mark in the journal."""
+    return subprocess.Popen([sys.executable, "-c", FAKE, str(journal), str(seconds)], stderr=subprocess.DEVNULL)
+
+
+def test_four_processes_calibrate_once(fresh, tmp_path) -> None:
+    """One measures; the others wait for it, and then read what it has left."""
+    journal = tmp_path / "journal"
+    processes = [started(journal, 0.003) for _ in range(4)]
+    assert [process.wait(120) for process in processes] == [0, 0, 0, 0]
+    assert len(journal.read_text()) == len(list(grid()))
+    assert len(list(cache.cache_folder().iterdir())) == 1
+
+
+def test_a_process_that_was_killed_holds_nobody_up(fresh, tmp_path) -> None:
+    journal = tmp_path / "journal"
+    process = started(journal, 10.0)
+    while not journal.exists():
+        time.sleep(0.05)
+        assert process.poll() is None
+    process.kill()
+    process.wait()
+    (left,) = cache.cache_folder().iterdir()
+    assert left.name.startswith(".calibration-")
+    begin = time.monotonic()
+    calibration()
+    assert fresh and time.monotonic() - begin < 5
+    assert [path.suffix for path in cache.cache_folder().iterdir()] == [".json"]
+
+
+def test_a_process_that_was_stopped_is_not_waited_for_forever(fresh, monkeypatch, caplog) -> None:
+    fcntl = pytest.importorskip("fcntl")
+    monkeypatch.setattr(cache, "MAX_WAIT_SECONDS", 0.2)
+    cache.cache_folder().mkdir()
+    held = os.open(cache.cache_folder(), os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    try:
+        calibration()
+    finally:
+        os.close(held)
+    assert fresh
+    assert [r.getMessage() for r in caplog.records] == ["waiting for another process that calibrates this machine"]
+
+
+@pytest.mark.parametrize("function", ["fdopen", "fsync", "replace"])
+def test_a_full_disk_leaves_no_file(fresh, monkeypatch, function) -> None:
+    def full(*_) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(cache.os, function, full)
+    with pytest.raises(PermissionError, match=r"No space left on device.*; set SUBQUAD_CACHE"):
+        calibration()
+    assert not list(cache.cache_folder().iterdir())
+    assert bool(fresh) == (function != "fdopen"), "a disk that is full is found before the work"
 
 
 @pytest.mark.parametrize("device", ["nowhere", "cuda:99", "meta", 1.5])

@@ -1,13 +1,18 @@
 """The machine, measured: the times that calls take, found again by the fit."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from subquad import Exact, RandomFeatures, Taylor
+from subquad import Exact, RandomFeatures, Taylor, plan
 from subquad._engines import Result
+from subquad.planning import busyness, progress
 from subquad.planning import calibration as module
+from subquad.planning import calibration_file as cache
 from subquad.planning.calibration import grid
 from subquad.planning.calibration_file import calibration
+from subquad.planning.reference import reference_seconds
 from subquad.planning.seconds import family, work
 from subquad.planning.shape import Shape
 
@@ -24,10 +29,85 @@ def test_a_calibration_finds_the_times_it_was_given(fresh) -> None:
     assert found.seconds(Taylor(2), unseen, "chunked") == pytest.approx(wanted, rel=0.1)
 
 
-def test_a_slow_machine_is_measured_in_fewer_turns(fresh, monkeypatch) -> None:
-    monkeypatch.setattr(module, "CALIBRATION_SECONDS", 0.0)
-    calibration()
-    assert len(fresh) == len(list(grid()))
+class Clock:
+    """A clock that only calls move, by `slow` times what the reference figures say."""
+
+    def __init__(self, monkeypatch, slow: float, noise: float = 0.0) -> None:
+        self.now, self.slow, self.noise, self.calls = 0.0, slow, noise, 0
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: self.now))
+        monkeypatch.setattr(module, "measured_seconds", self.measure)
+
+    def measure(self, method, form, shape, *_) -> float:
+        turn = self.calls // len(module.grid_once())
+        self.calls += 1
+        seconds = self.slow * (1 + self.noise * (turn % 2)) * reference_seconds(method, form, shape)
+        self.now += 2 * seconds  # with its warm-up
+        return seconds
+
+
+def test_a_quiet_machine_is_measured_in_all_turns(fresh, monkeypatch, one_thread) -> None:
+    clock = Clock(monkeypatch, slow=0.5)
+    found = calibration()
+    assert clock.calls == module.TURNS * len(list(grid()))
+    assert found.note == "" and clock.now < module.CALIBRATION_SECONDS
+
+
+def test_a_slow_machine_is_measured_as_far_as_time_allows(fresh, monkeypatch, one_thread) -> None:
+    """The rest comes from the reference figures, scaled by what was measured; and the note says so."""
+    clock = Clock(monkeypatch, slow=20.0)
+    steps = []
+    found = calibration(progress=lambda done, total: steps.append(done / total))
+    assert clock.now <= module.CALIBRATION_SECONDS
+    assert 20 < clock.calls < len(list(grid()))
+    assert steps == sorted(steps) and steps[-1] == 1
+    for method, form, shape in grid():
+        assert found.seconds(method, shape, form) == pytest.approx(20 * reference_seconds(method, form, shape), rel=0.1)
+    assert found.note.startswith(" Times are rough: there was not enough time when it was calibrated (load 0.0 on ")
+    assert f"{clock.calls / len(list(grid())):.0%} of the calls measured" in found.note
+    assert plan(query_length=4096, head_dim=64).reason.endswith(found.note)
+
+
+def test_a_busy_machine_is_noticed_by_its_load_and_by_times_that_vary(fresh, monkeypatch, one_thread, caplog) -> None:
+    monkeypatch.setattr(busyness.os, "cpu_count", lambda: 2)
+    assert [busyness.is_loaded(load) for load in (0.0, 1.0, 2.5)] == [False, False, True]  # one thread of two cores
+    assert busyness.note_on(0.0, 1.1, 1.0) == ""
+    assert "the machine was busy when it was calibrated (load 2.5 on 2 cores" in busyness.note_on(2.5, 1.0, 1.0)
+    Clock(monkeypatch, slow=0.5, noise=0.8)
+    found = calibration()
+    assert "Times are rough: the machine was busy" in found.note and "times varied by 40%" in found.note
+    assert [record.getMessage() for record in caplog.records] == [found.note.strip()]
+
+
+def test_a_rough_calibration_is_made_again_once_the_machine_is_quiet(fresh, monkeypatch, one_thread) -> None:
+    clock = Clock(monkeypatch, slow=20.0)
+    rough = calibration()
+    calls, clock.slow = clock.calls, 0.5
+    assert calibration() == rough, "too soon"
+    monkeypatch.setattr(cache, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr("os.getloadavg", lambda: (100.0, 0.0, 0.0))
+    assert calibration() == rough and clock.calls == calls, "still busy"
+    monkeypatch.setattr("os.getloadavg", lambda: (0.0, 0.0, 0.0))
+    clock.now = 0.0
+    assert calibration().note == "" and clock.calls > calls
+    calls = clock.calls
+    assert calibration().note == "" and clock.calls == calls
+
+
+def test_progress_on_a_terminal_has_an_estimate(monkeypatch) -> None:
+    written, now = [], iter([0.0, 0.0, 10.0, 11.0, 12.0])
+    terminal = SimpleNamespace(isatty=lambda: True, write=written.append, flush=lambda: None)
+    monkeypatch.setattr(progress.sys, "stderr", terminal)
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(now))
+    show = progress.progress_line(26.0)
+    for done in (0, 100, 101, 200):
+        show(done, 200)
+    text = "".join(written)
+    assert "0%, about 26 s left" in text and "50%, about 10 s left" in text
+    assert text.endswith("\r")
+    terminal.isatty = lambda: False
+    written.clear()
+    progress.progress_line(26.0)(0, 200)
+    assert not written
 
 
 def test_measured_times_are_of_the_call_itself() -> None:
@@ -44,7 +124,7 @@ def test_a_long_call_that_is_known_is_measured_once_more(monkeypatch) -> None:
     calls = []
     monkeypatch.setattr(module, "run", lambda *_: calls.append(1) or Result(torch.ones(1), None, "exact"))
     shape = Shape(8, 8, 4, 4)
-    assert module.measured_seconds(Exact(), "exact", shape, CPU, torch.float32, known=1e-9) == 1e-9
+    assert module.measured_seconds(Exact(), "exact", shape, CPU, torch.float32, known=1e-9) > 1e-9
     assert len(calls) == 11  # short: one to warm up and ten
     calls.clear()
     assert module.measured_seconds(Exact(), "exact", shape, CPU, torch.float32, known=60.0) < 1

@@ -5,9 +5,27 @@ import re
 import pytest
 import torch
 
-from subquad import Exact, RandomFeatures, Separable, Taylor, crossover, measure_error, plan
+from subquad import (
+    Auto,
+    BlockSparse,
+    Exact,
+    Linear,
+    Multipole,
+    RandomFeatures,
+    Separable,
+    Taylor,
+    Window,
+    cost,
+    crossover,
+    error,
+    measure_error,
+    multihead_cost,
+    native,
+    plan,
+)  # fmt: skip
 from subquad.methods import label_of
 from subquad.planning.calibration_file import predicted_seconds
+from subquad.planning.seconds import Calibration
 from subquad.planning.shape import Shape
 from subquad.planning.text import many
 
@@ -47,7 +65,7 @@ def test_a_range_that_is_not_hopeless_asks_for_a_sample() -> None:
     found = plan(query_length=8192, head_dim=16, logit_range=3)
     assert found.method == Exact()
     assert "no approximation can promise 0.05 from the range alone" in found.reason
-    assert found.reason.endswith("a sample may show that fewer suffice.")
+    assert "a sample may show that fewer suffice." in found.reason
 
 
 def test_exact_attention_costs_more_in_wider_heads_and_never_nothing() -> None:
@@ -176,6 +194,122 @@ def test_the_crossover_in_time_is_where_the_predictions_cross() -> None:
 
     assert gain(length) > 0 >= gain(length - 1)
     assert gain(4 * length) > 0
+
+
+needs_kernels = pytest.mark.skipif(not native.available(), reason="Multipole and Window are timed with the kernels")
+
+
+@needs_kernels
+@pytest.mark.parametrize("knowledge", [{}, {"logit_range": 20}, {"logit_range": 0.5}])
+def test_multipole_and_window_are_always_listed(knowledge) -> None:
+    """Their time is known without a sample; their error is not, and the table says how to find it."""
+    found = plan(query_length=8000, heads=12, head_dim=64, is_causal=True, **knowledge)
+    listed = {type(c.method): c for c in found.candidates}
+    assert {Multipole, Window} <= listed.keys()
+    assert listed[Multipole].seconds > 0 and listed[Multipole].error.relative is None
+    (line,) = (line for line in str(found).splitlines() if line.startswith("Multipole()"))
+    assert "measure with sample=" in line and line.endswith("unknown")
+
+
+@needs_kernels
+def test_the_reason_says_what_a_sample_would_change() -> None:
+    found = plan(query_length=8000, heads=12, head_dim=64, is_causal=True)
+    assert found.method == Exact()
+    speed = re.search(r"`sample=`\) would measure the error of .*Multipole\(\) \(([\d.]+)x as fast", found.reason)[1]
+    exact, multipole = (next(c for c in found.candidates if c.method == m) for m in (Exact(), Multipole()))
+    assert float(speed) == pytest.approx(exact.seconds / multipole.seconds, rel=0.05)
+    short = plan(query_length=64, heads=12, head_dim=64, is_causal=True)
+    assert short.reason.endswith("A sample would not change that: nothing else is faster here.")
+    sample = torch.randn(3, 1, 1, 3000, 16, generator=torch.Generator().manual_seed(0)).unbind()
+    assert "A sample" not in plan(sample=sample, is_causal=True).reason
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_plan_for_training_from_scratch(is_causal) -> None:
+    shape = dict(query_length=16_384, head_dim=64, heads=8, is_causal=is_causal)
+    found = plan(**shape, purpose="train")
+    assert found.choice is found.candidates[0], "the fastest"
+    assert all(c.is_acceptable and c.is_chosen_form for c in found.candidates)
+    methods = {type(c.method) for c in found.candidates}
+    assert methods >= {Exact, Linear, Taylor, RandomFeatures, Separable}
+    for c in found.candidates:  # One step of training, and the state afterwards.
+        price = cost(c.method, **shape, training=True)
+        assert (c.peak_bytes, c.state_bytes) == (price.peak_bytes, price.state_bytes)
+    assert plan(**shape, purpose="train", training=False).choice.seconds < found.choice.seconds
+    text = str(found).splitlines()
+    assert text[0].split()[-4:] == ["state", "can", "recall", "choice"]
+    recall = {c.method: c.recall for c in found.candidates}
+    assert recall[Exact()] == "all tokens"
+    assert recall[Taylor(2)] == "what sums of 2,145 features hold"
+    if native.available():
+        near = "the last 128" if is_causal else "127 on either side"
+        assert recall[Window(128, sinks=4)] == f"{near} and the first 4 tokens of each layer"
+        assert "Multipole() is the fastest that can recall any token" in found.reason
+    assert "x as fast as exact attention. It can recall what sums of" in found.reason
+    short = plan(query_length=16, head_dim=64, heads=8, is_causal=is_causal, purpose="train")
+    assert short.method != Exact() or short.reason.endswith("It can recall all tokens.")
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (dict(purpose="serve"), "purpose: expected one of 'swap', 'train', got 'serve'"),
+    (dict(purpose="train", logit_range=1), "logit_range: with purpose='train' there is no error to predict or measure"),
+    (dict(purpose="train", sample=()), "sample: with purpose='train' there is no error to predict or measure"),
+])  # fmt: skip
+def test_a_purpose_has_its_own_arguments(arguments, message) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        plan(query_length=8, head_dim=8, **arguments)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_plan_and_cost_name_one_memory_figure(is_causal, training, dtype) -> None:
+    """`subquad bench` prints that of `cost`, see its tests."""
+    shape = dict(query_length=8000, heads=12, head_dim=64, is_causal=is_causal, training=training)
+    for c in plan(**shape, logit_range=0.5).candidates:
+        if c.is_chosen_form:
+            price = cost(c.method, **shape, dtype=torch.float32)
+            assert (c.form, c.peak_bytes) == (price.form, price.peak_bytes), c.name
+    for method in (Taylor(2), RandomFeatures(64), Linear("elu"), Separable(), Exact()):
+        assert Calibration({}).form_of(method, Shape.of(**shape), dtype) == cost(method, **shape, dtype=dtype).form
+
+
+def test_a_plan_has_a_short_repr_though_key_shifts_are_long() -> None:
+    q, k, v = torch.randn(3, 1, 12, 256, 64, generator=torch.Generator().manual_seed(0)).unbind()
+    found = plan(sample=(q * 0.3, k * 0.3 + 4, v), query_length=100_000)
+    assert found.method.key_shift is not None
+    assert repr(found) == f"Plan({label_of(found.method)}, purpose='swap', candidates={len(found.candidates)})"
+    assert max(len(repr(c)) for c in found.candidates) < 200
+    assert "keys centered" in repr(found.choice)
+
+
+def test_sizes_may_be_integers_of_numpy() -> None:
+    np = pytest.importorskip("numpy")
+    n, d, two = np.int64(4096), np.int64(16), np.int32(2)
+    shape = dict(query_length=n, head_dim=d, heads=two, key_heads=two, batch=two)
+    plain = dict(query_length=4096, head_dim=16, heads=2, key_heads=2, batch=2)
+    assert cost("taylor", **shape) == cost("taylor", **plain)
+    assert plan(**shape, logit_range=two, max_error=np.float32(0.05)).method == plan(**plain, logit_range=2).method
+    assert type(plan(**shape, logit_range=two).choice.peak_bytes) is int
+    assert crossover("exact", "linear", head_dim=np.int64(64), max_length=np.int64(10**6)) == 66
+    assert error("taylor", logit_range=np.int64(1)) == error("taylor", logit_range=1)
+    assert multihead_cost(np.int64(64), np.int64(8), query_length=n) == multihead_cost(64, 8, query_length=4096)
+    with pytest.raises(ValueError, match=r"head_dim: expected a whole number >= 1, got np\.float64"):
+        cost("taylor", query_length=8, head_dim=np.float64(16))
+
+
+@pytest.mark.parametrize(("method", "kind", "message"), [
+    ("auto", ValueError, "b: Auto decides by the numbers of each call"),
+    (Auto(), ValueError, "b: Auto decides by the numbers of each call"),
+    ("tailor", ValueError, "b: expected one of 'exact', "),
+    (3, TypeError, "b: expected a name, a method such as"),
+    (BlockSparse(torch.ones(1, 1, 1, dtype=torch.bool)), ValueError, "b: the layout of a BlockSparse"),
+])  # fmt: skip
+def test_a_crossover_names_the_argument_that_has_none(method, kind, message) -> None:
+    with pytest.raises(kind, match=message):
+        crossover("exact", method, head_dim=64)
+    with pytest.raises(kind, match=f"a{message[1:]}"):
+        crossover(method, "exact", head_dim=64)
 
 
 def test_a_large_number_is_a_power_of_ten() -> None:

@@ -10,6 +10,7 @@ import subquad
 from small_runs import heed_interrupts
 from subquad_lab import bench
 from subquad_lab.cli import main
+from subquad_lab.methods import parse_method
 
 TOY = ["bench", "--lengths", "64,32", "--methods", "taylor:2,separable", "--heads", "2", "--head-dim", "4"]
 ORDER = [(length, name) for length in (32, 64) for name in ("torch", "taylor:2", "separable")]
@@ -114,3 +115,17 @@ def test_interrupt_leaves_no_traceback_and_no_file(tmp_path):
     assert process.returncode == 130
     assert b"Traceback" not in rest
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("causal", [False, True])
+def test_memory_is_the_figure_of_plan_and_cost(causal, training):
+    """One figure for one call, whoever prints it."""
+    case = bench.Case(12, 64, causal, training)
+    shape = dict(query_length=8000, heads=12, head_dim=64, is_causal=causal, training=training)
+    planned = {c.method: c for c in subquad.plan(**shape).candidates if c.is_chosen_form}
+    names = ["exact", "taylor:2", "random:256", "separable", *(["multipole:12"] if subquad.native.available() else [])]
+    for name in names:
+        method = parse_method(name, "--methods")
+        figure = bench.predicted(method, 8000, case).peak_bytes
+        assert figure == subquad.cost(method, **shape).peak_bytes == planned[method].peak_bytes, name

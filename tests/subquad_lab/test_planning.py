@@ -27,6 +27,7 @@ def machine(cache, monkeypatch):
         return 1e-4 + 1e-10 * width * sum(work(method, form, shape))
 
     monkeypatch.setattr(calibration, "measured_seconds", seconds)
+    monkeypatch.setattr("os.getloadavg", lambda: (0.0, 0.0, 0.0))
     monkeypatch.setenv("SUBQUAD_CACHE", str(cache))
 
 
@@ -86,7 +87,7 @@ def test_options_reach_the_plan(monkeypatch, capfd):
     del asked["progress"]
     assert asked == dict(
         query_length=32768, key_length=9, head_dim=64, value_dim=8, heads=8, key_heads=2, batch=3, is_causal=False,
-        training=True, dtype=torch.bfloat16, max_error=0.1, logit_range=2.0, sample=None,
+        training=True, purpose="swap", dtype=torch.bfloat16, max_error=0.1, logit_range=2.0, sample=None,
     )  # fmt: skip
     assert capfd.readouterr().err == "subquad: error: --batch: enough\n"
 
@@ -106,6 +107,30 @@ def test_acceptable_ones_come_first_where_there_are_too_many(monkeypatch):
     monkeypatch.setattr("subquad_lab.planning.MOST", 4)
     found = subquad.plan(query_length=32768, heads=8, head_dim=64, is_causal=True, logit_range=0.5)
     assert [c.is_acceptable for c in competing(found)] == [True] * 4
+
+
+def test_without_knowledge_of_the_logits_each_kind_has_one_row(capfd):
+    """Of methods whose error is unknown, those with usual settings; the others differ in settings alone."""
+    assert main(["plan", "--length", "8000", "--heads", "12", "--head-dim", "64"]) == 0
+    out, _ = capfd.readouterr()
+    names = [line.partition("(")[0] for line in rows(out)]
+    assert len(names) == len(set(names)) and "Exact" in names
+    if subquad.native.available():
+        assert {"Multipole", "Window"} <= set(names)
+        assert "A sample of your queries, keys and values (`sample=`) would measure the error of" in out
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_plan_for_training(is_terminal, capfd, monkeypatch):
+    if is_terminal:
+        monkeypatch.setenv("TTY_COMPATIBLE", "1")
+        monkeypatch.setenv("COLUMNS", "160")
+    assert main([*SHAPE, "--purpose", "train"]) == 0
+    out, _ = capfd.readouterr()
+    found = subquad.plan(query_length=32768, heads=8, head_dim=64, is_causal=True, purpose="train")
+    assert all(c.name in out and c.recall in out for c in found.candidates)
+    assert "can recall" in out and "chosen" in out and "Not shown" not in out
+    assert " ".join(found.reason.split()) in " ".join(out.split())
 
 
 @pytest.mark.parametrize("short", [False, True])
@@ -163,6 +188,8 @@ def test_damaged_sample_is_told(sample, tmp_path, complaint):
         (["--logit-range", "-1"], "--logit-range: expected a number >= 0, found -1"),
         (["--logit-range", ".inf"], "--logit-range: expected a number >= 0, found inf"),
         (["--logit-range", "3", "--sample", "file"], "give either --logit-range or --sample, not both"),
+        (["--purpose", "serve"], "--purpose: expected swap or train, found 'serve'"),
+        (["--purpose", "train", "--logit-range", "3"], "--logit-range: with purpose='train' there is no error"),
         (["--causal", "perhaps"], "--causal: expected true or false, found 'perhaps'"),
     ],
 )
@@ -179,7 +206,7 @@ def test_first_run_says_that_it_calibrates(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("SUBQUAD_CACHE", str(tmp_path / "new"))
     assert main(SHAPE) == 0
     out, err = capfd.readouterr()
-    assert err == "calibrating this machine (once) ...\n"
+    assert err == "calibrating this machine (once), at most 30 s ...\n"
     assert "calibrating" not in out
     assert main(SHAPE) == 0
     assert capfd.readouterr() == (out, "")

@@ -5,6 +5,7 @@ relative error = |out - exact| / |exact|     Frobenius norms over the call; abov
 
 from dataclasses import dataclass
 from math import inf
+from numbers import Real
 from typing import Literal
 
 LogitRange = float | tuple[float, float]
@@ -57,7 +58,7 @@ UNKNOWN_ERROR = ErrorEstimate(None, "nothing")
 def as_range(logit_range: LogitRange) -> tuple[float, float]:
     """Return (low, high), or raise ValueError."""
     try:
-        pair = (-logit_range, logit_range) if isinstance(logit_range, int | float) else logit_range
+        pair = (-logit_range, logit_range) if isinstance(logit_range, int | float | Real) else logit_range
         low, high = map(float, pair)
         if -inf < low <= high < inf:
             return low, high
@@ -71,5 +72,5 @@ def as_range(logit_range: LogitRange) -> tuple[float, float]:
 
 def check_max_error(max_error: float) -> None:
     """Raise ValueError unless `max_error` is a finite number above 0."""
-    if isinstance(max_error, bool) or not isinstance(max_error, int | float) or not 0 < max_error < inf:
+    if isinstance(max_error, bool) or not isinstance(max_error, Real) or not 0 < max_error < inf:
         raise ValueError(f"max_error: expected a number above 0, the relative error that is allowed, got {max_error!r}")

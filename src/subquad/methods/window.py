@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from subquad.methods.checks import check_whole
+from subquad.methods.error_estimate import NO_ERROR, UNKNOWN_ERROR, ErrorEstimate
 from subquad.methods.sparse import SparseMethod
 
 MAX_WINDOW = 1 << 30
@@ -65,3 +66,10 @@ class Window(SparseMethod):
     def reach(self) -> int:
         """The size as a number."""
         return MAX_WINDOW if self.size is None else self.size
+
+    def error(
+        self, low: float, high: float, spread: float | None = None, squared_norm: float | None = None
+    ) -> ErrorEstimate:
+        """Return 0 if this is exact attention, with all keys and no option that changes their weights."""
+        is_exact = self.size is None and self.softcap is None and self.sink_logits is None
+        return NO_ERROR if is_exact else UNKNOWN_ERROR

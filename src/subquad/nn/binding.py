@@ -8,6 +8,7 @@
 The buffer belongs to the module itself, so that its key in a state_dict is `random_matrix`.
 """
 
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -35,7 +36,8 @@ def bind_method(module: nn.Module, method: Any, head_dim: int, like: Tensor | No
         >>> list(module.state_dict()), bound_method(module).matrix.shape
         (['random_matrix'], torch.Size([8, 4]))
     """
-    module.method = method
+    # An `Auto` that remembers does so for each module: layers have different logits.
+    module.method = copy(method) if getattr(method, "remember", False) else method
     module.register_buffer("random_matrix", random_matrix(method, head_dim, like))
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from subquad._torch_internals import mark_constant
-from subquad.attention import MethodLike, quiet_attention, resolve, warn_about
+from subquad.attention import MethodLike, decided, quiet_attention, resolve, warn_about
 from subquad.methods import AnyMethod
 from subquad.nn.report import describe, table
 from subquad.planning.auto import Auto
@@ -225,7 +225,7 @@ def _routed(
     # torch.compile takes nn.MultiheadAttention whole, and calls it with tensors that only have shapes.
     if torch.compiler.is_compiling() and not (torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()):
         raise RuntimeError(
-            "sdpa: torch.compile does not look into torch.nn.MultiheadAttention, so that its calls cannot be routed; use "
+            "sdpa: torch.compile does not look into torch.nn.MultiheadAttention, so its calls cannot be routed; use "
             "subquad.replace_attention(model, method) instead, or compile without sdpa"
         )
     routing = routings[-1]
@@ -233,8 +233,7 @@ def _routed(
     try:
         if query.is_nested:
             raise ValueError("nested tensors")
-        if isinstance(method, Auto):
-            method = method.choose(query, key, value, **options).method
+        method = decided(method, query, key, value, **options)
         output: Tensor = quiet_attention(query, key, value, method=method, warns=True, **options)
     except ValueError as error:  # what the method does not serve; torch names what is wrong with any other call
         output, reason = _original(query, key, value, **options), str(error)

@@ -4,13 +4,16 @@
     2. Norms bound the logits of each row, and so Taylor's error in each row.            O(length * width), rigorous
     3. A few rows are computed exactly: how large the output is, how wrong a method is.  O(rows * keys), with a margin
 
+All questions together may cost a tenth of exact attention, as `asking_cost` predicts it. So a method is first tried on
+very few rows, and those that are far off on them are not asked further.
+
 The decision sees the whole call. So in a causal call the future can change which method is taken, though never what a
 method computes from the past.
 """
 
 import logging
-from dataclasses import dataclass, replace
-from math import inf, isfinite, sqrt
+from dataclasses import dataclass, field, replace
+from math import isfinite
 from typing import Any
 
 import torch
@@ -19,21 +22,22 @@ from torch import Tensor
 from subquad import native
 from subquad._calls.call import Call, check_tensors
 from subquad._engines import engine_of
-from subquad._engines.features.method_kernel import shifted
 from subquad.methods import AnyMethod, Exact, Multipole, RandomFeatures, Taylor, Window, label_of
 from subquad.methods.checks import check_whole
-from subquad.methods.error_estimate import NO_ERROR, UNKNOWN_ERROR, ErrorEstimate, check_max_error
+from subquad.methods.error_estimate import NO_ERROR, ErrorEstimate, check_max_error
+from subquad.planning.asker import STANDARD_ERRORS, Asker
+from subquad.planning.asking_cost import exact_flops, exact_rows_flops, method_rows_flops
 from subquad.planning.calibration_file import cached
 from subquad.planning.cost import cost_of
-from subquad.planning.measured_error import SAMPLE_MARGIN
-from subquad.planning.rows import WINDOW_ROW_PRICE, exact_rows, method_rows, pick_rows, risks, undisturbed
+from subquad.planning.rows import exact_rows, pick_rows, risks, undisturbed
 from subquad.planning.shape import Shape
 from subquad.planning.sparse_pairs import has_places
 
-STANDARD_ERRORS = 3.0  # allowed deviation of a sum over sampled rows
-MAX_TIME_SHARE = 0.8  # of exact attention's time that an approximation may be expected to take
+MAX_TIME_SHARE = 0.7  # of exact attention's time that an approximation may be expected to take, besides the questions
 FLOP_PRICE = 3.0  # of one of our FLOPs, relative to torch's attention, where the machine is not calibrated
 MIN_CHECK_ROWS = 8
+MAX_ASKING_SHARE = 0.1  # of the work of exact attention
+REMEMBERED_CALLS = 32  # for which a remembered "exact" is not questioned
 WINDOWS = (Window(256, sinks=4), Window(1024, sinks=4))
 
 log = logging.getLogger("subquad")
@@ -48,7 +52,7 @@ class Choice:
     reason: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Auto:
     """The cheapest method whose relative error is at most `max_error`, else exact attention; decided for each call.
 
@@ -62,6 +66,9 @@ class Auto:
     about sqrt(2 s), and r rows drawn at random miss all of them with probability (1 - s)^r. More `check_rows` make that
     less likely; where single far keys matter, name a method instead.
 
+    Asking costs at most a tenth of exact attention, as predicted: a call that is so short that its rows cannot be
+    checked for that is exact.
+
     `choose` returns what is taken and why; the logger "subquad" reports it at level INFO. A sequence in pieces, with a
     state, raises ValueError: the promise is for the whole of it.
 
@@ -69,6 +76,12 @@ class Auto:
         max_error: The relative error that is allowed.
         check_rows: How many rows of each head are computed exactly, to know how large the output is, and how wrong a
             method is where there is no bound. More rows make the decision safer and slower.
+        remember: Whether later calls of the same shape begin with the answer of the one before. The promise stays the
+            same for every call: a method that is remembered is checked on the rows of the new call before it is taken,
+            and if it fails, all questions are asked. Only "exact" is taken without a check, for the next 32 calls,
+            which then miss a faster method if their numbers allow one. So what is taken depends on earlier calls. A
+            `MultiheadAttention`, also where `replace_attention` made it, has a memory of its own; elsewhere give each
+            layer a copy, `copy.copy(auto)`.
 
     Example:
         >>> from subquad import attention
@@ -81,10 +94,21 @@ class Auto:
 
     max_error: float = 0.05
     check_rows: int = 64
+    remember: bool = False
+    _memory: dict[Any, "Remembered"] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         check_max_error(self.max_error)
         check_whole("check_rows", self.check_rows, MIN_CHECK_ROWS)
+        if not isinstance(self.remember, bool):
+            raise ValueError(f"remember: expected True or False, got {self.remember!r}")
+
+    def __repr__(self) -> str:
+        remember = ", remember=True" if self.remember else ""
+        return f"Auto(max_error={self.max_error}, check_rows={self.check_rows}{remember})"
+
+    def __copy__(self) -> "Auto":
+        return Auto(self.max_error, self.check_rows, self.remember)
 
     def choose(
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
@@ -106,49 +130,73 @@ class Auto:
                 query.detach(), key.detach(), value.detach(), attn_mask=attn_mask, is_causal=is_causal, scale=scale,
                 enable_gqa=enable_gqa, key_padding_mask=key_padding_mask, segment_ids=segment_ids,
             )  # fmt: skip
-            if dropout_p or call.mask_kind in ("heads", "pairs"):
+            try:
+                has_form = not dropout_p and call.mask_kind != "heads"
+                call = call.factored()
+            except ValueError:
+                has_form = False
+            if not has_form:
                 return _exact("dropout on weights, and masks of pairs or of query heads, have no linear form")
-            choice = _chosen(call, training, self)
+            choice = self._recalled(call, training) if self.remember else _chosen(call, training, self)
         log.info(choice.reason)
         return choice
+
+    def _recalled(self, call: Call, training: bool) -> Choice:
+        """Return the choice for a call, beginning with the last answer for its shape."""
+        key = _shape(call, training), call.dtype, call.keep() is not None, call.segments is not None
+        before = self._memory.get(key)
+        if before is not None and engine_of(before.method) == "exact" and before.calls < REMEMBERED_CALLS:
+            self._memory[key] = replace(before, calls=before.calls + 1)
+            return _exact("the answer for the last call of this shape, which is remembered")
+        choice = None
+        if before is not None and engine_of(before.method) != "exact":
+            choice = _chosen(call, training, self, before.method)
+        if choice is None or engine_of(choice.method) == "exact":
+            choice = _chosen(call, training, self)
+        self._memory[key] = Remembered(choice.method)
+        return choice
+
+
+@dataclass(frozen=True)
+class Remembered:
+    """The last answer for a shape, and how many calls have taken it without a question."""
+
+    method: AnyMethod
+    calls: int = 0
 
 
 def _exact(reason: str) -> Choice:
     return Choice(Exact(), NO_ERROR, f"Exact(): {reason}.")
 
 
-def _chosen(call: Call, training: bool, auto: Auto) -> Choice:
+def _chosen(call: Call, training: bool, auto: Auto, only: AnyMethod | None = None) -> Choice:
+    """Return the fastest method that keeps the promise for a call; `only`: the one method that is asked."""
     shape = _shape(call, training)
     if 0 in (shape.batch, shape.key_heads, shape.query_length, shape.key_length, shape.head_dim, shape.value_dim):
         return _exact("there is nothing to compute")
-    faster = _faster(call.query, shape, auto.check_rows)
+    faster = _faster(call.query, shape) if only is None else [only]
     if not faster:
         return _exact("no approximation is faster at this shape")
-    if not bool(risks(call).isfinite().all()):
+    budget = MAX_ASKING_SHARE * exact_flops(shape) - exact_rows_flops(shape, auto.check_rows)
+    if budget < 0:
+        return _exact(f"to check {auto.check_rows} rows of each head would take too long for so short a call")
+    risk = risks(call)
+    if not bool(risk.isfinite().all()):
         return _exact("inputs are not finite")
-    picked = pick_rows(call, auto.check_rows)
-    exact = exact_rows(call, picked)
+    picked = pick_rows(call, auto.check_rows, by_risk=risk)
+    exact = exact_rows(call, picked, torch.promote_types(call.dtype, torch.float32))
     norm, doubt = picked.total(exact.square().sum(-1))
     norm -= STANDARD_ERRORS * doubt
     if not (isfinite(norm) and norm > 0):
         return _exact("the size of the output is not known well enough" if isfinite(norm) else "inputs are not finite")
-    closest, name = UNKNOWN_ERROR, ""
-    for method in _with_shifts(faster, call):
-        bound = _taylor_bound(method, call)
-        found = ErrorEstimate(sqrt(bound / norm), "bound") if bound is not None else closest
-        # With negative weights, a row that was not sampled can be off by any amount: only a bound is acceptable.
-        if not found.is_within(auto.max_error) and method.positive:
-            difference, doubt = picked.total((method_rows(method, call, picked) - exact).square().sum(-1))
-            found = ErrorEstimate(SAMPLE_MARGIN * sqrt((difference + STANDARD_ERRORS * doubt) / norm), "sample")
+    last = [method_rows_flops(m, shape, auto.check_rows) for m in faster if engine_of(m) == "multipole"]
+    reserve = sum(price for price in last if price <= budget)
+    asker = Asker(call, shape, auto.max_error, picked, exact, norm, risk, budget, reserve)
+    for method in faster if only is not None else _with_shifts(faster, call):
+        found = asker.ask(method)
         if found.is_within(auto.max_error):
             return Choice(method, found, f"{label_of(method)}: its relative error is {found}, safety margin included.")
-        if closest.relative is None or (found.relative or 0.0) < closest.relative:
-            closest, name = found, label_of(method)
-    is_tried = any(engine_of(method) == "multipole" for method in faster)
-    return _exact(
-        f"no faster method stays within {auto.max_error:g}; closest is {name}: {closest} (safety margin included)"
-        + ("" if is_tried else "; checking Multipole() would cost too much here")
-    )
+    return _exact(asker.conclusion())
 
 
 def _shape(call: Call, training: bool) -> Shape:
@@ -157,8 +205,8 @@ def _shape(call: Call, training: bool) -> Shape:
                  lay.rows // max(1, lay.key_heads), call.is_causal, training)  # fmt: skip
 
 
-def _faster(query: Tensor, shape: Shape, check_rows: int) -> list[Any]:
-    """Return methods that should take less time than exact attention, the fastest first; the check of rows included."""
+def _faster(query: Tensor, shape: Shape) -> list[Any]:
+    """Return methods that should take less time than exact attention, the fastest first."""
     machine = cached(query.device, query.dtype) or cached(query.device)
 
     def price(method: Any) -> float:
@@ -166,15 +214,13 @@ def _faster(query: Tensor, shape: Shape, check_rows: int) -> list[Any]:
             return machine.seconds(method, shape)
         return cost_of(method, shape).flops * (1.0 if engine_of(method) == "exact" else FLOP_PRICE)
 
-    limit = (MAX_TIME_SHARE - 2 * check_rows / shape.query_length) * price(Exact())
+    limit = MAX_TIME_SHARE * price(Exact())
     maps = [*map(Taylor, (1, 2, 3, 4)), *(RandomFeatures(count, "hyperbolic") for count in (64, 256, 1024))]
     prices: dict[Any, float] = {m: price(m) for m in maps if m.size(shape.head_dim) <= 4 * shape.key_length}
     if native.available() and query.device.type == "cpu":
-        checked = 1 + min(1.0, WINDOW_ROW_PRICE * check_rows / shape.query_length)  # the call, and its check
         sizes = shape.query_length, shape.key_length, shape.is_causal
         windows = (w for w in WINDOWS if w.reach < shape.key_length and has_places(w, *sizes))
-        prices |= {window: checked * price(window) for window in windows}
-        prices[Multipole()] = 2 * price(Multipole())  # It is measured by computing all of it.
+        prices |= {method: price(method) for method in (*windows, Multipole())}
     return sorted((method for method, p in prices.items() if p < limit), key=lambda method: prices[method])
 
 
@@ -194,22 +240,3 @@ def _center(call: Call) -> Tensor:
     sums: Tensor = torch.where(keep[..., None] > 0, keys, 0.0).sum(1).unflatten(0, (-1, call.layout.key_heads)).sum(0)
     counts: Tensor = keep.sum(1).unflatten(0, (-1, call.layout.key_heads)).sum(0)
     return sums / counts.clamp(min=1)[:, None]
-
-
-def _taylor_bound(method: Any, call: Call) -> float | None:
-    """Return a bound of the squared error over all rows, rounding aside; None where no bound is known."""
-    if not isinstance(method, Taylor):
-        return None
-    reach = risks(call, shifted(method, call.key, call.layout.key_heads)).double()  # (b, g, n)
-    low, high = method.series(-reach), method.series(reach)
-    # ln rho over [-reach, reach]; an odd series is nearest to the exponential at 0, where r = 1.
-    factors = torch.stack([low.clamp(min=0.0).log() + reach, high.log() - reach])
-    top = factors.amax(0).clamp(min=0.0) if method.degree % 2 else factors.amax(0)
-    if not bool((low > 0).all()):  # An odd series that is not positive: its normalizer can vanish.
-        return inf
-    values, keep = call.layout.fold_key(call.value).double(), call.keep()
-    seen = values.new_ones(values.shape[:-1], dtype=torch.bool) if keep is None else keep
-    shown = torch.where(seen[..., None], values, 0.0)
-    center = shown.sum(1, keepdim=True) / seen.sum(1).clamp(min=1)[:, None, None]
-    radius = torch.where(seen, (shown - center).norm(dim=-1), 0.0).amax(-1)  # (b,): half of the diameter at least
-    return float((((top - factors.amin(0)) / 4).tanh() * 2 * radius[:, None, None]).square().sum())

@@ -1,6 +1,7 @@
 """The machine, measured: a grid of calls, and the coefficients of `seconds` that fit their times, relatively.
 
 All calls are measured one after another, in several turns: a disturbance of the machine then affects one turn only.
+The time is limited. On a busy machine some calls are not measured; the calibration then says so in its note.
 """
 
 import math
@@ -8,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache
-from itertools import chain
+from statistics import median
 from typing import Any
 
 import torch
@@ -19,16 +20,20 @@ from subquad._engines import run
 from subquad._engines.features.choose_form import is_fusable
 from subquad.methods import Exact, Linear, Multipole, RandomFeatures, Separable, Taylor, Window
 from subquad.methods.method import FeatureMethod
+from subquad.planning.busyness import load, note_on
+from subquad.planning.progress import Progress, progress_line
+from subquad.planning.reference import reference_seconds
 from subquad.planning.seconds import EXACT_LENGTHS, EXACT_WIDTHS, Calibration, name_of, work
 from subquad.planning.shape import Shape
 
 TURNS = 3
-CALIBRATION_SECONDS = 26.0  # once every call was measured, stop after this time
+SETTLED = 1e-6  # change of the coefficients of a fit, which are at most about 1, that ends it
+CALIBRATION_SECONDS = 25.0  # no call begins that would end later; the fit comes after it
 # Size, length and width: short and long calls, windows that hold all keys, and narrow and wide heads.
 WINDOWS = ((64, 512, 64), (1024, 512, 32), (256, 1024, 128), (64, 4096, 32), (256, 2048, 64), (1024, 4096, 64))
 INPUT_OFFSET = 1000  # between the first numbers of queries, keys and values
-LONG_CALL_SECONDS = 0.01  # a call this long is not repeated within a turn
-Progress = Callable[[int, int], None]  # (calls measured, calls in all)
+LONG_CALL_SECONDS = 0.01  # a call this long is not repeated within a turn,
+SLOW_CALL_SECONDS = 0.2  # and where it takes this long, to warm up is to measure
 
 
 def grid() -> Iterator[tuple[Any, str, Shape]]:
@@ -88,7 +93,10 @@ def _sized(shape: Shape, length: int, width: int, heads: int) -> Shape:
 def measured_seconds(
     method: Any, form: str | None, shape: Shape, device: torch.device, dtype: torch.dtype, known: float = math.inf
 ) -> float:
-    """Return the best time of a few calls, in a given form or in the one that the call chooses, and of `known`."""
+    """Return the best time of a few calls, in a given form or in the one that the call chooses.
+
+    `known` is the best time before: a long call that was measured before is not warmed up.
+    """
     sizes = [(shape.batch, shape.heads, shape.query_length, shape.head_dim)]
     sizes += [(shape.batch, shape.key_heads, shape.key_length, w) for w in (shape.head_dim, shape.value_dim)]
     noise = _noise(1 << max(math.prod(s) + 2 * INPUT_OFFSET for s in sizes).bit_length())
@@ -107,16 +115,20 @@ def measured_seconds(
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
 
+    def timed() -> float:
+        begin = time.perf_counter()
+        compute()
+        return time.perf_counter() - begin
+
     with torch.set_grad_enabled(shape.training):
         if not LONG_CALL_SECONDS < known < math.inf:  # Warm up, unless this is a long call that was measured before.
-            compute()
-        best, spent, count = known, 0.0, 0
-        while count < 1 or (count < 10 and spent < LONG_CALL_SECONDS):
-            begin = time.perf_counter()
-            compute()
-            seconds = time.perf_counter() - begin
-            best, spent, count = min(best, seconds), spent + seconds, count + 1
-    return best
+            first = timed()
+            if first > SLOW_CALL_SECONDS:
+                return first
+        times = [timed()]
+        while len(times) < 10 and sum(times) < LONG_CALL_SECONDS:
+            times.append(timed())
+    return min(times)
 
 
 @lru_cache(maxsize=1)
@@ -128,33 +140,52 @@ def _noise(count: int) -> torch.Tensor:
 def calibrate(
     device: torch.device, dtype: torch.dtype = torch.float32, progress: Progress | None = None
 ) -> Calibration:
-    """Measure this machine, in under half a minute unless it is busy."""
-    count, show = len(grid_once()), progress or (lambda done, total: None)
-    best, begin = [math.inf] * count, time.perf_counter()
+    """Measure this machine within half a minute. Calls for which there is no time are scaled reference figures."""
+    before, begin = load(), time.perf_counter()
+    count, show = len(grid_once()), progress or progress_line(CALIBRATION_SECONDS)
+    best, ratios, done = [math.inf] * count, [], 0
+    usual = [reference_seconds(*call) for call in grid_once()]
+
+    def is_affordable(i: int) -> bool:
+        """Return whether the call and its warm-up should end in time, by what it or others have taken so far."""
+        expected = best[i] if best[i] < math.inf else _pace(best, usual) * usual[i]
+        return time.perf_counter() - begin + 2 * expected < CALIBRATION_SECONDS
+
     show(0, TURNS * count)
-    turns = (one_turn(best, device, dtype) for _ in range(TURNS))
-    for done, _ in enumerate(chain.from_iterable(turns), 1):
-        show(done, TURNS * count)
-        if done >= count and time.perf_counter() - begin > CALIBRATION_SECONDS:
-            break
-    if done < TURNS * count:
-        show(TURNS * count, TURNS * count)
-    return fitted(best, device.type)
+    for _ in range(TURNS):
+        known = list(best)
+        for i, seconds in enumerate(one_turn(best, device, dtype, is_affordable)):
+            if seconds is not None and known[i] < math.inf:
+                ratios.append(max(seconds, known[i]) / min(seconds, known[i]))
+            done += 1
+            show(done, TURNS * count)
+    share, pace = sum(seconds < math.inf for seconds in best) / count, _pace(best, usual)
+    filled = [a if a < math.inf else pace * b for a, b in zip(best, usual, strict=True)]
+    return fitted(filled, device.type, note_on(before, median(ratios) if ratios else None, share))
 
 
-def one_turn(best: list[float], device: torch.device, dtype: torch.dtype) -> Iterator[None]:
-    """Measure each call of the grid once more, keep its best time in the list, and yield after each."""
+def _pace(best: list[float], usual: list[float]) -> float:
+    """Return how much longer calls take here than by the reference figures: the median of those that were measured."""
+    ratios = [seconds / other for seconds, other in zip(best, usual, strict=True) if seconds < math.inf]
+    return median(ratios) if ratios else 1.0
+
+
+def one_turn(
+    best: list[float], device: torch.device, dtype: torch.dtype, is_affordable: Callable[[int], bool] = lambda i: True
+) -> Iterator[float | None]:
+    """Measure each call of the grid once more, keep its best time in the list, and yield its time; None if left out."""
     for i, (method, form, shape) in enumerate(grid_once()):
-        best[i] = measured_seconds(method, form, shape, device, dtype, best[i])
-        yield
+        seconds = measured_seconds(method, form, shape, device, dtype, best[i]) if is_affordable(i) else None
+        best[i] = best[i] if seconds is None else min(best[i], seconds)
+        yield seconds
 
 
-def fitted(best: list[float], device: str = "cpu") -> Calibration:
+def fitted(best: list[float], device: str = "cpu", note: str = "") -> Calibration:
     """Return the coefficients that fit the best times of the grid's calls."""
     rows: dict[str, list[tuple[list[float], float]]] = {}
     for call, seconds in zip(grid_once(), best, strict=True):
         rows.setdefault(name_of(*call), []).append((work(*call), seconds))
-    return Calibration({name: _fitted(found) for name, found in rows.items()}, device)
+    return Calibration({name: _fitted(found) for name, found in rows.items()}, device, note)
 
 
 def _fitted(rows: list[tuple[list[float], float]]) -> list[float]:
@@ -168,10 +199,16 @@ def _fitted(rows: list[tuple[list[float], float]]) -> list[float]:
     for _ in range(20):
         weights = (predicted.clamp(min=0.05 * seconds) * seconds).reciprocal()
         products, target = (parts.mT @ (parts * weights[:, None])).tolist(), (parts.mT @ (weights * seconds)).tolist()
+        fit = found
         for _ in range(50):
+            before, fit = fit, list(fit)
             for i, row in enumerate(products):
                 if row[i] > 0:
-                    rest = math.fsum(a * c for a, c in zip(row, found, strict=True)) - row[i] * found[i]
-                    found[i] = max(0.0, (target[i] - rest) / row[i])
-        predicted = parts @ torch.tensor(found, dtype=torch.float64)
+                    rest = math.fsum(a * c for a, c in zip(row, fit, strict=True)) - row[i] * fit[i]
+                    fit[i] = max(0.0, (target[i] - rest) / row[i])
+            if math.dist(fit, before) < SETTLED:
+                break
+        if math.dist(fit, found) < SETTLED:
+            break
+        found, predicted = fit, parts @ torch.tensor(fit, dtype=torch.float64)
     return [c / top for c, top in zip(found, largest.tolist(), strict=True)]

@@ -1,13 +1,19 @@
 """The calibration of this machine, kept in the user's cache folder.
 
 A file that is damaged, or belongs to another machine, version or number of threads, is never trusted but made again.
+One that was made on a busy machine has a note; it is used, and made again once the machine is quiet.
+
+One process at a time measures; others wait for it and read its result. The lock is held by the system, which releases
+it when a process ends, however it ends. The file appears whole or not at all.
 """
 
 import json
+import logging
 import math
 import os
 import platform
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache, partial
@@ -22,11 +28,19 @@ except ImportError:  # Windows has no fcntl: two processes may then measure at o
     fcntl = None  # type: ignore[assignment]
 
 from subquad import native
-from subquad.planning.calibration import Progress, calibrate, grid_once
+from subquad.planning.busyness import is_loaded, load
+from subquad.planning.calibration import calibrate, grid_once
+from subquad.planning.progress import Progress
 from subquad.planning.seconds import Calibration, name_of, work
 from subquad.planning.shape import Shape
 
 VERSION = 8  # of the file, and of the work that the coefficients are for
+RETRY_SECONDS = 600.0  # age from which on a calibration of a busy machine is made again, if it is quiet now
+MAX_WAIT_SECONDS = 60.0  # for another process that measures: longer than that it cannot take
+POLL_SECONDS = 0.1
+RESERVED_BYTES = 1 << 16  # more than a file has: a full disk is found before the work
+
+log = logging.getLogger("subquad")
 
 
 def machine(device: torch.device, dtype: torch.dtype) -> dict[str, str | int]:
@@ -89,10 +103,11 @@ def _read(path: Path, changed: int, of: str, device: str) -> Calibration | None:
             and all(len(found[name]) == lengths[name] for name in names)
             and all(isinstance(c, float) and 0 <= c < math.inf for row in found.values() for c in row)
             and all(any(row) for row in found.values())
+            and isinstance(note := content.get("note", ""), str)
         )
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
-    return Calibration(found, device) if whole else None
+    return Calibration(found, device, note) if whole else None
 
 
 def calibration(
@@ -100,7 +115,7 @@ def calibration(
 ) -> Calibration:
     """Return the calibration from the cache, or measure the machine and store it."""
     device = usable(device)
-    found = cached(device, dtype)
+    found = _settled(device, dtype)
     if found is not None:
         return found
     of = machine(device, dtype)
@@ -111,24 +126,38 @@ def calibration(
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with _alone(path.parent):
-            return cached(device, dtype) or calibrate_into(path, of, partial(calibrate, device, dtype, progress))
+            return _settled(device, dtype) or calibrate_into(path, of, partial(calibrate, device, dtype, progress))
     except OSError as error:
         raise _cannot_write(error) from None
 
 
+def _settled(device: torch.device, dtype: torch.dtype) -> Calibration | None:
+    """Return the cached calibration, unless it is a rough one that can be improved now."""
+    found = cached(device, dtype)
+    if found is None or not found.note or is_loaded(load()):
+        return found
+    age = time.time() - file_of(machine(device, dtype)).stat().st_mtime
+    return found if age < RETRY_SECONDS else None
+
+
 def calibrate_into(path: Path, of: dict[str, str | int], measure: Callable[[], Calibration]) -> Calibration:
     """Measure, and write the result atomically."""
+    for left in path.parent.glob(".calibration-*"):  # by a process that was killed
+        left.unlink(missing_ok=True)
     handle, temporary = tempfile.mkstemp(prefix=".calibration-", dir=path.parent)  # before the work
-    os.close(handle)
     try:
+        with os.fdopen(handle, "wb") as reserved:
+            reserved.write(bytes(RESERVED_BYTES))
         made = measure()
         with open(temporary, "w") as file:
-            json.dump({"machine": of, "coefficients": made.coefficients}, file, indent=1)
+            json.dump({"machine": of, "note": made.note, "coefficients": made.coefficients}, file, indent=1)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:
         Path(temporary).unlink(missing_ok=True)
+    if made.note:
+        log.warning(made.note.strip())
     return made
 
 
@@ -140,10 +169,26 @@ def _alone(folder: Path) -> Iterator[None]:
         return
     handle = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX)  # also released when the process is killed
+        _lock(handle)  # also released when the process is killed
         yield
     finally:
         os.close(handle)
+
+
+def _lock(handle: int) -> None:
+    """Wait for the lock, but not for a process that was stopped, nor where the file system has no locks."""
+    end, is_told = time.monotonic() + MAX_WAIT_SECONDS, False
+    while time.monotonic() < end:
+        try:
+            return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if not is_told:
+                log.warning("waiting for another process that calibrates this machine")
+            is_told = True
+            time.sleep(POLL_SECONDS)
+        except OSError:
+            return None
+    return None
 
 
 def usable(device: torch.device | str) -> torch.device:

@@ -1,7 +1,8 @@
 """The methods that a plan considers, and their errors: predicted from the logit range, or measured on a sample.
 
 Each method says itself which of its values are worth considering (`Method.candidates`). Without a sample the number of
-random features that just meets the budget is added; with one, methods that center the keys, Multipole and Window.
+random features that just meets the budget is added; with one, methods that center the keys. Multipole and Window are
+added where the native kernels compute them: a sample tells their errors, a range of logits does not.
 """
 
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from math import ceil, sqrt
 from typing import Any
 
 from subquad._calls.call import Call
-from subquad.methods import BUILT_IN, Exact, Multipole, RandomFeatures, Window
+from subquad.methods import BUILT_IN, Exact, Linear, Multipole, RandomFeatures, Separable, Taylor, Window
 from subquad.methods.error_estimate import NO_ERROR, UNKNOWN_ERROR, ErrorEstimate, LogitRange, as_range
 from subquad.methods.random_features import CANDIDATE_COUNTS
 from subquad.planning.error import error, needed_features
@@ -23,7 +24,9 @@ WINDOW_SIZES, WINDOW_SINKS = (128, 512, 2048), 4
 Errors = dict[Any, ErrorEstimate]
 
 
-def predicted_errors(logit_range: LogitRange | None, width: int, max_error: float) -> Errors:
+def predicted_errors(
+    logit_range: LogitRange | None, width: int, max_error: float, offered: tuple[Any, ...] = ()
+) -> Errors:
     """Return candidates and their errors, from the logit range alone."""
     methods: list[Any] = [method for kind in BUILT_IN for method in kind.candidates(width)]
     if logit_range is not None:
@@ -33,20 +36,30 @@ def predicted_errors(logit_range: LogitRange | None, width: int, max_error: floa
             if needed <= CANDIDATE_COUNTS[-1]:
                 methods.append(RandomFeatures(16 * ceil(needed / 16), kind))
     found = {m: UNKNOWN_ERROR if logit_range is None else error(m, logit_range=logit_range) for m in methods}
-    return {Exact(): NO_ERROR, **found}
+    return {Exact(): NO_ERROR, **found, **dict.fromkeys(offered, UNKNOWN_ERROR)}
 
 
-def offered_methods(call: Call, shape: Shape) -> tuple[Any, ...]:
+def offered_methods(call: Call | None, shape: Shape) -> tuple[Any, ...]:
     """Return what only a sample can judge, where the native kernels compute it.
 
     A window that holds the keys of the sample would make no error there. Where the plan is for more keys than the
     sample has, at least half of the rows must look back farther than the window.
     """
-    sample, keys = call.layout.keys, shape.key_length
-    longest = min(keys - 1, sample // 2 if keys > sample else sample - 1)
+    keys, lengths = shape.key_length, [(shape.query_length, shape.key_length)]
+    longest = keys - 1
+    if call is not None:
+        sample = call.layout.keys
+        longest = min(longest, sample // 2 if keys > sample else sample - 1)
+        lengths.append((call.layout.queries, sample))
     windows = (Window(size, sinks=WINDOW_SINKS) for size in WINDOW_SIZES if size <= longest)
-    lengths = ((call.layout.queries, sample), (shape.query_length, keys))
-    return *MULTIPOLES, *(w for w in windows if all(has_places(w, n, m, shape.is_causal) for n, m in lengths))
+    fitting = (w for w in windows if all(has_places(w, n, m, shape.is_causal) for n, m in lengths))
+    return *(MULTIPOLES if call is not None else MULTIPOLES[:1]), *fitting
+
+
+def trained_methods(offered: tuple[Any, ...]) -> Errors:
+    """Return what a model can be trained with from scratch, where there is no error: positive, with usual settings."""
+    methods = (Exact(), Linear("elu"), Linear("relu"), Taylor(2), RandomFeatures(MEASURED_COUNT), Separable(), *offered)
+    return dict.fromkeys(methods, UNKNOWN_ERROR) | {Exact(): NO_ERROR}
 
 
 def measured_errors(

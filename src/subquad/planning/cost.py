@@ -19,7 +19,7 @@ from subquad.planning.cost_result import Cost
 from subquad.planning.exact_cost import exact_cost
 from subquad.planning.feature_cost import feature_cost
 from subquad.planning.multipole_cost import multipole_cost
-from subquad.planning.shape import Shape, check_dtype
+from subquad.planning.shape import Shape, as_int, check_dtype
 from subquad.planning.sparse_cost import has_kernel, sparse_cost
 
 PRICES = {"exact": exact_cost, "features": feature_cost, "multipole": multipole_cost, "sparse": sparse_cost}
@@ -81,7 +81,7 @@ def cost(
         raise ValueError("form: a causal call has no linear form: expected 'chunked' or 'dense', got 'linear'")
     if form == "fused" and not is_fused(resolved, shape, dtype):
         raise ValueError(f"form: the native kernels do not compute this call of {label_of(resolved)}, got 'fused'")
-    if form == "step" and query_length != 1:
+    if form == "step" and shape.query_length != 1:
         raise ValueError(f"query_length: a step is one token, expected 1, got {query_length}")
     return cost_of(resolved, shape, form, dtype)
 
@@ -127,12 +127,13 @@ def multihead_cost(
         >>> multihead_cost(64, 8, query_length=100).parameters == sum(p.numel() for p in layer.parameters())
         True
     """
+    embed_dim, num_heads, query_length, batch = map(as_int, (embed_dim, num_heads, query_length, batch))
     sizes = {"embed_dim": embed_dim, "num_heads": num_heads, "query_length": query_length, "batch": batch}
     for name, number in sizes.items():
         check_whole(name, number, 1)
     if head_dim is None and embed_dim % num_heads:
         raise ValueError(f"num_heads: expected a number that divides embed_dim={embed_dim}, got {num_heads}")
-    head_dim = embed_dim // num_heads if head_dim is None else head_dim
+    head_dim = embed_dim // num_heads if head_dim is None else as_int(head_dim)
     inner, tokens = num_heads * head_dim, batch * query_length
     inside = cost(
         method, query_length=query_length, head_dim=head_dim, heads=num_heads, batch=batch, is_causal=is_causal,

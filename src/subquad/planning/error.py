@@ -9,9 +9,9 @@ import math
 from math import inf
 from typing import Literal
 
-from subquad.methods import MethodLike, Window, resolve
+from subquad.methods import MethodLike, resolve
 from subquad.methods.checks import check_choice
-from subquad.methods.error_estimate import NO_ERROR, UNKNOWN_ERROR, ErrorEstimate, LogitRange, as_range, check_max_error
+from subquad.methods.error_estimate import UNKNOWN_ERROR, ErrorEstimate, LogitRange, as_range, check_max_error
 from subquad.methods.method import Method
 from subquad.methods.random_features import KINDS, relative_variance
 from subquad.methods.series_error import series_error
@@ -45,8 +45,6 @@ def error(
         unknown until measured
     """
     found, (low, high) = resolve(method), as_range(logit_range)
-    if isinstance(found, Window) and found == Window(None) and found.sink_logits is None:  # It leaves no key out.
-        return NO_ERROR
     return found.error(low, high, spread, squared_norm) if isinstance(found, Method) else UNKNOWN_ERROR
 
 

@@ -3,10 +3,12 @@
 time      from the calibration of this machine (`seconds`)
 memory    counted (`cost`)
 error     from the logit range (`error`), or measured on a sample (`measured_error`)
+
+For a model that is trained from scratch there is no error, since no exact attention is replaced: all methods compete,
+with what they can recall (`recall`).
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,94 +17,49 @@ from torch import Tensor
 from subquad import native
 from subquad._calls.call import Call
 from subquad._engines import engine_of
-from subquad.methods import AnyMethod, label_of
+from subquad.methods.checks import check_choice
 from subquad.methods.error_estimate import ErrorEstimate, LogitRange, check_max_error
 from subquad.methods.method import feature_method
-from subquad.planning.calibration import Progress
 from subquad.planning.calibration_file import calibration
-from subquad.planning.candidates import Errors, measured_errors, offered_methods, predicted_errors
+from subquad.planning.candidates import Errors, measured_errors, offered_methods, predicted_errors, trained_methods
 from subquad.planning.cost import cost_of
 from subquad.planning.measured_error import SAMPLE_MARGIN, error_meter
+from subquad.planning.plan_result import Candidate, Plan, Purpose
+from subquad.planning.progress import Progress
 from subquad.planning.reason import Situation, reason_for
+from subquad.planning.recall import recall_of
 from subquad.planning.rows import sampled_call
-from subquad.planning.shape import Shape, check_dtype
-from subquad.planning.text import duration
+from subquad.planning.shape import Shape, as_int, check_dtype
 
 MAX_SIZE = 1 << 28  # of any size of a plan
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A method in a form, and what is predicted for it."""
-
-    method: AnyMethod
-    form: str  # "exact", "dense", "linear", "chunked" or "fused"
-    seconds: float
-    peak_bytes: int
-    error: ErrorEstimate
-    is_chosen_form: bool  # whether `attention` takes this form by itself
-    is_acceptable: bool
-
-    @property
-    def name(self) -> str:
-        return label_of(self.method)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What `plan` found: the method to use, why, and all candidates, the fastest first. Prints as a table."""
-
-    method: AnyMethod
-    reason: str
-    candidates: tuple[Candidate, ...]
-    max_error: float
-
-    @property
-    def choice(self) -> Candidate:
-        """The candidate that was chosen."""
-        return next(c for c in self.candidates if c.method == self.method and c.is_chosen_form)
-
-    def rows(self) -> Iterator[tuple[str, ...]]:
-        """Yield the cells of the table."""
-        for c in self.candidates:
-            within = "unknown" if c.error.relative is None else "yes" if c.is_acceptable else "no"
-            mark = "yes, chosen" if c is self.choice else within
-            yield c.name, c.form, duration(c.seconds), f"{c.peak_bytes / 2**20:,.1f} MiB", str(c.error), mark
-
-    def __str__(self) -> str:
-        table = [COLUMNS, *self.rows()]
-        widths = [max(len(row[i]) for row in table) for i in range(len(COLUMNS))]
-        left = (0, 1, 4, 5)
-        padded = (
-            (cell.ljust(w) if i in left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True)))
-            for row in table
-        )
-        return "\n".join([*("  ".join(cells).rstrip() for cells in padded), "", self.reason])
-
-
-COLUMNS = ("method", "form", "time", "peak memory", "relative error", "within budget")
 
 
 def plan(
     *, query_length: int | None = None, key_length: int | None = None, head_dim: int | None = None,
     value_dim: int | None = None, heads: int | None = None, key_heads: int | None = None, batch: int | None = None,
-    is_causal: bool = False, training: bool = False, max_error: float = 0.05, logit_range: LogitRange | None = None,
-    sample: tuple[Tensor, Tensor, Tensor] | None = None, scale: float | None = None,
-    device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, progress: Progress | None = None,
+    is_causal: bool = False, training: bool | None = None, purpose: Purpose = "swap", max_error: float = 0.05,
+    logit_range: LogitRange | None = None, sample: tuple[Tensor, Tensor, Tensor] | None = None,
+    scale: float | None = None, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32,
+    progress: Progress | None = None,
 ) -> Plan:  # fmt: skip
     """Return the fastest method for a shape whose relative error is at most `max_error`.
 
-    The machine is benchmarked on first use, in about half a minute.
+    The machine is benchmarked on first use, in at most half a minute. If it is busy then, the reason says that times
+    are rough, and a later plan measures it again.
 
     Args:
-        query_length, key_length, head_dim, value_dim, heads, key_heads, batch, is_causal, training: As for `cost`;
-            sizes that are not given are taken from the sample.
+        query_length, key_length, head_dim, value_dim, heads, key_heads, batch, is_causal: As for `cost`; sizes that are
+            not given are taken from the sample.
+        training: Whether to include the backward pass; by default only with purpose="train".
+        purpose: "swap" to replace exact attention in a model that has it. "train" for a model that is trained with the
+            method from scratch: nothing is approximated, so that neither an error nor a sample matters, and the plan
+            lists the fastest methods with the size of their states and what they can recall.
         max_error: The relative error that is allowed.
         logit_range: The range of the scaled logits, (low, high), or one number for both signs. Errors are then
             predicted, for values that do not depend on the logits, and for queries and keys of similar norm.
-        sample: Query, key and value, as for `attention`. Errors are then measured, and methods that center the keys, as
-            well as Multipole and Window, are candidates too. The result holds for inputs like the sample, and as long
-            as it: a window sees a smaller part of a longer sequence.
+        sample: Query, key and value, as for `attention`. Errors are then measured, those of Multipole and Window too,
+            which nothing else tells, and methods that center the keys are candidates. The result holds for inputs like
+            the sample, and as long as it: a window sees a smaller part of a longer sequence.
         scale: With a sample, as for `attention`.
         device: Where to compute.
         dtype: Dtype of the inputs.
@@ -115,32 +72,43 @@ def plan(
         >>> print(found.reason.partition(":")[0], found.choice.error, sep=": ")
         Taylor(2): up to about 0.022
         >>> print(plan(query_length=4096, head_dim=64, logit_range=20).reason)  # doctest: +ELLIPSIS
-        Exact(): no feature map is accurate enough. With logits ... random features. Multipole() may be: pass ...
+        Exact(): no feature map is accurate enough. With logits ... random features. A sample ...
+        >>> print(plan(query_length=16_384, head_dim=64, heads=8, is_causal=True, purpose="train").reason)
+        ... # doctest: +ELLIPSIS
+        Linear('elu'): the fastest to train with at this length, ...
     """
     check_max_error(max_error)
     check_dtype(dtype)
-    if logit_range is not None and sample is not None:
-        raise ValueError("sample: expected either logit_range or a sample, got both")
-    if sample is None and scale is not None:
-        raise ValueError(f"scale: expected None without a sample, because logit_range is already scaled, got {scale!r}")
+    check_choice("purpose", purpose, ("swap", "train"))
+    _check_knowledge(purpose, logit_range, sample, scale)
     call = None if sample is None else _checked_sample(sample, is_causal, scale)
     sizes = dict(query_length=query_length, key_length=key_length, head_dim=head_dim, value_dim=value_dim, heads=heads,
                  key_heads=key_heads, batch=batch)  # fmt: skip
+    sizes = {name: as_int(size) for name, size in sizes.items()}
     sizes = sizes if call is None else _completed(call, sizes)
     for name in ("query_length", "head_dim"):
         if sizes[name] is None:
             raise ValueError(f"{name}: expected a whole number, or a sample to take it from, got None")
     given: dict[str, Any] = {name: size for name, size in sizes.items() if size is not None}
+    training = purpose == "train" if training is None else training
     shape = Shape.of(**given, is_causal=is_causal, training=training, least_length=1, most=MAX_SIZE)
     machine = calibration(device, dtype, progress)
-    situation = Situation(shape, machine, max_error, logit_range, None if call is None else call.layout.keys)
-    if call is None:
-        errors = predicted_errors(logit_range, shape.head_dim, max_error)
-        candidates = _all_candidates(errors, situation, dtype)
-    else:
-        candidates = _measured_candidates(call, situation, dtype)
+    sample_length = None if call is None else call.layout.keys
+    situation = Situation(shape, machine, purpose, max_error, logit_range, sample_length, dtype)
+    candidates = _candidates(call, situation)
     best = _best(candidates)
-    return Plan(best.method, reason_for(best, candidates, situation), tuple(candidates), max_error)
+    return Plan(best.method, reason_for(best, candidates, situation), tuple(candidates), max_error, purpose)
+
+
+def _check_knowledge(purpose: Purpose, logit_range: Any, sample: Any, scale: float | None) -> None:
+    """Raise ValueError if what is said about the inputs is contradictory, or not for this purpose."""
+    for name, given in {"logit_range": logit_range, "sample": sample}.items():
+        if purpose == "train" and given is not None:
+            raise ValueError(f"{name}: with purpose='train' there is no error to predict or measure; expected None")
+    if logit_range is not None and sample is not None:
+        raise ValueError("sample: expected either logit_range or a sample, got both")
+    if sample is None and scale is not None:
+        raise ValueError(f"scale: expected None without a sample, because logit_range is already scaled, got {scale!r}")
 
 
 def _checked_sample(sample: Any, is_causal: bool, scale: float | None) -> Call:
@@ -175,15 +143,21 @@ def _completed(call: Call, sizes: dict[str, int | None]) -> dict[str, int | None
     return {name: found[name] if size is None else size for name, size in sizes.items()}
 
 
-def _measured_candidates(call: Call, situation: Situation, dtype: torch.dtype) -> list[Candidate]:
-    """Return all candidates, with errors measured on the sample; the best one's is never just inferred."""
-    measure, shape = error_meter(call), situation.shape
+def _candidates(call: Call | None, situation: Situation) -> list[Candidate]:
+    """Return all candidates, the fastest first."""
+    shape = situation.shape
     # Without the kernels, Multipole is slower than exact attention, and neither it nor Window is timed.
     is_fast = native.available() and situation.machine.device == "cpu"
     offered = offered_methods(call, shape) if is_fast else ()
+    if situation.purpose == "train":
+        return _all_candidates(trained_methods(offered), situation)
+    if call is None:
+        errors = predicted_errors(situation.logit_range, shape.head_dim, situation.max_error, offered)
+        return _all_candidates(errors, situation)
+    measure = error_meter(call)
     errors = measured_errors(call, shape.head_dim, measure, offered)
-    while True:
-        candidates = _all_candidates(errors, situation, dtype)
+    while True:  # The error of the best one is never just inferred.
+        candidates = _all_candidates(errors, situation)
         best = _best(candidates)
         if engine_of(best.method) == "exact" or best.error.known_by != "prediction":
             return candidates
@@ -194,19 +168,21 @@ def _best(candidates: list[Candidate]) -> Candidate:
     return next(c for c in candidates if c.is_acceptable and c.is_chosen_form)
 
 
-def _all_candidates(errors: Errors, situation: Situation, dtype: torch.dtype) -> list[Candidate]:
+def _all_candidates(errors: Errors, situation: Situation) -> list[Candidate]:
     """Return every method in each of its forms, the fastest first."""
-    found = (c for method, error in errors.items() for c in _in_forms(method, error, situation, dtype))
+    found = (c for method, error in errors.items() for c in _in_forms(method, error, situation))
     return sorted(found, key=lambda c: c.seconds)
 
 
-def _in_forms(method: Any, error: ErrorEstimate, situation: Situation, dtype: torch.dtype) -> Iterator[Candidate]:
-    machine, shape = situation.machine, situation.shape
-    is_acceptable = error.is_within(situation.max_error / (SAMPLE_MARGIN if error.known_by == "sample" else 1.0))
-    chosen = machine.form_of(method, shape)
+def _in_forms(method: Any, error: ErrorEstimate, situation: Situation) -> Iterator[Candidate]:
+    machine, shape, is_trained = situation.machine, situation.shape, situation.purpose == "train"
+    margin = SAMPLE_MARGIN if error.known_by == "sample" else 1.0
+    is_acceptable = is_trained or error.is_within(situation.max_error / margin)
+    chosen = machine.form_of(method, shape, situation.dtype)
     forms = [chosen]
     if engine_of(method) == "features" and chosen != "fused" and feature_method(method).normalizer != "feature":
-        forms = ["dense", "chunked" if shape.is_causal else "linear"]
+        forms = [chosen] if is_trained else ["dense", "chunked" if shape.is_causal else "linear"]
     for form in forms:
-        peak = cost_of(method, shape, form, dtype).peak_bytes
-        yield Candidate(method, form, machine.seconds(method, shape, form), peak, error, form == chosen, is_acceptable)
+        price = cost_of(method, shape, form, situation.dtype)
+        yield Candidate(method, form, machine.seconds(method, shape, form), price.peak_bytes, price.state_bytes, error,
+                        recall_of(method, shape), form == chosen, is_acceptable)  # fmt: skip

@@ -5,14 +5,18 @@ from dataclasses import dataclass, replace
 from math import comb, inf
 from typing import Any
 
+import torch
+
 from subquad._engines import engine_of
 from subquad.methods.error_estimate import LogitRange, as_range
 from subquad.planning.crossover import find_crossover
 from subquad.planning.error import MAX_DEGREE, needed_degree, needed_features
 from subquad.planning.measured_error import SAMPLE_MARGIN
+from subquad.planning.plan_result import Candidate, Purpose
+from subquad.planning.recall import recalls_all
 from subquad.planning.seconds import Calibration
 from subquad.planning.shape import Shape
-from subquad.planning.text import duration, many, rounded, short
+from subquad.planning.text import duration, many, mebibytes, rounded, short
 
 MAX_USEFUL_FEATURES = 1 << 26  # More features than a sequence has tokens: then no distribution of logits helps.
 MAX_LENGTH = 1 << 24
@@ -24,14 +28,26 @@ class Situation:
 
     shape: Shape
     machine: Calibration
+    purpose: Purpose
     max_error: float
     logit_range: LogitRange | None
     sample_length: int | None  # keys of the sample, if there is one
+    dtype: torch.dtype
 
 
-def reason_for(best: Any, candidates: Sequence[Any], situation: Situation) -> str:
+def reason_for(best: Candidate, candidates: Sequence[Candidate], situation: Situation) -> str:
     """Return why `best` was chosen from the candidates, which are sorted by time."""
     exact = next(c for c in candidates if engine_of(c.method) == "exact")
+    if situation.purpose == "train":
+        reason = _fastest_to_train(best, exact, candidates, situation)
+    else:
+        reason = _swapped(best, exact, candidates, situation)
+        if situation.sample_length is None:
+            reason += _from_a_sample(best, exact, candidates)
+    return reason + situation.machine.note
+
+
+def _swapped(best: Candidate, exact: Candidate, candidates: Sequence[Candidate], situation: Situation) -> str:
     if best is not exact:
         return _faster(best, exact, situation)
     others = [c for c in candidates if c is not exact and c.is_acceptable and c.is_chosen_form]
@@ -53,6 +69,35 @@ def reason_for(best: Any, candidates: Sequence[Any], situation: Situation) -> st
             "`logit_range=` or `sample=`."
         )
     return _needs(situation, situation.logit_range)
+
+
+def _from_a_sample(best: Candidate, exact: Candidate, candidates: Sequence[Candidate]) -> str:
+    """Say what a sample would change: it tells errors that are unknown without it."""
+    unknown = [c for c in candidates if c.error.relative is None and c.is_chosen_form]
+    faster = [c for c in unknown if c.seconds < best.seconds]
+    if not faster:
+        return " A sample would not change that: nothing else is faster here." if best is exact and unknown else ""
+    # The slowest of each kind, such as the widest window: the most accurate one that would still help.
+    kinds = {type(c.method): c for c in faster if engine_of(c.method) != "features"}
+    shown = list(kinds.values()) or faster[:1]
+    listed = " and ".join(f"{c.name} ({short(exact.seconds / c.seconds)}x as fast as exact attention)" for c in shown)
+    return f" A sample of your queries, keys and values (`sample=`) would measure the error of {listed} too."
+
+
+def _fastest_to_train(best: Candidate, exact: Candidate, candidates: Sequence[Candidate], situation: Situation) -> str:
+    """Say what is fastest, and what is fastest among the methods that can recall any token."""
+    steps = "forward and backward" if situation.shape.training else "forward"
+    first = f"{best.name}: the fastest to train with at this length, {duration(best.seconds)} {steps}"
+    if best is exact:
+        return f"{first}. It can recall all tokens."
+    whole = next(c for c in candidates if recalls_all(c.method))
+    other = f"{whole.name} is the fastest that can recall any token, {duration(whole.seconds)}"
+    if whole is not exact:
+        other += f" or {short(exact.seconds / whole.seconds)}x as fast as exact attention"
+    return (
+        f"{first}, {short(exact.seconds / best.seconds)}x as fast as exact attention. It can recall {best.recall}, "
+        f"with a state of {mebibytes(best.state_bytes)}. {other}. Which one learns your task, only training tells."
+    )
 
 
 def _faster(best: Any, exact: Any, situation: Situation) -> str:
@@ -108,7 +153,7 @@ def _needs(situation: Situation, logit_range: LogitRange) -> str:
         f"{many(random)} random features"
     )
     if min(comb(width + power, power), random) > MAX_USEFUL_FEATURES:
-        return f"Exact(): no feature map is accurate enough. {needs}. Multipole() may be: pass `sample=` to find out."
+        return f"Exact(): no feature map is accurate enough. {needs}."
     return (
         f"Exact(): no approximation can promise {max_error:g} from the range alone. {needs}; a sample may show that "
         "fewer suffice."

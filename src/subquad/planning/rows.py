@@ -8,8 +8,9 @@ into equal parts, and one row is drawn from each part.
 Axes: b batch and key heads, g query heads per key head, n queries, m keys, d width, e value width, p picked rows.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from math import inf, sqrt
 from typing import Any, NamedTuple
 
@@ -24,10 +25,12 @@ from subquad._engines.features.method_kernel import kernel_of, shifted
 from subquad._engines.finite import widen
 from subquad.methods.method import feature_method
 from subquad.methods.window import Window
+from subquad.planning.multipole_rows import is_rowwise, multipole_rows
 from subquad.planning.sparse_pairs import has_places
 from subquad.planning.window_rows import window_rows
 
-BLOCK_PAIRS = 1 << 22  # weights that are made at once
+BLOCK_PAIRS = 1 << 20  # weights that are made at once
+SAFE_NORMS = 1e-15, 1e18  # of vectors whose squares float32 can add up
 LOUD_KEYS = 16  # keys of the largest norms that every row is compared with
 WINDOW_ROW_PRICE = 64  # rows of a call of Window that take as long as one row alone
 
@@ -47,15 +50,25 @@ def sampled_call(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> C
 def risks(call: Call, key: Tensor | None = None) -> Tensor:
     """Return (b, g, n): no scaled logit of a row is larger in magnitude. `key`: the keys, if they were shifted."""
     keep = call.keep()
-    norms: Tensor = call.layout.fold_key(call.key if key is None else key).double().norm(dim=-1)
+    norms = _norms(call.layout.fold_key(call.key if key is None else key))
     norms = norms if keep is None else torch.where(keep, norms, 0.0)
     n, m = call.layout.queries, call.layout.keys
     if call.is_causal:
         largest = norms.cummax(-1).values[:, torch.arange(n, device=norms.device).clamp(max=m - 1)]
     else:
         largest = norms.amax(-1, keepdim=True)
-    own: Tensor = call.layout.fold_query(call.query).double().norm(dim=-1)
-    return own * largest[:, None] * (abs(call.logit_scale) * (1 + 1e-9))  # allows for rounding of the norms
+    own = _norms(call.layout.fold_query(call.query))
+    return own * largest[:, None] * (abs(call.logit_scale) * (1 + 1e-9))  # allows for rounding of the product
+
+
+def _norms(x: Tensor) -> Tensor:
+    """Return norms of vectors (..., d), float64, rounded up: in float32, unless squares could vanish or overflow."""
+    if x.dtype != torch.float64:
+        found: Tensor = widen(x).norm(dim=-1)
+        if bool(((found > SAFE_NORMS[0]) & (found < SAFE_NORMS[1])).all()):
+            return found.double() * (1 + x.shape[-1] * torch.finfo(found.dtype).eps)
+    wide: Tensor = x.double().norm(dim=-1)
+    return wide * (1 + 1e-9)
 
 
 def loudest(call: Call) -> Tensor:
@@ -63,11 +76,11 @@ def loudest(call: Call) -> Tensor:
 
     A row can have a harmless norm and yet align with one loud key.
     """
-    k, keep = call.layout.fold_key(call.key).double(), call.keep()
+    k, keep = widen(call.layout.fold_key(call.key)), call.keep()
     norms = k.norm(dim=-1) if keep is None else torch.where(keep, k.norm(dim=-1), -1.0)
     top = norms.topk(min(LOUD_KEYS, call.layout.keys), -1).indices.sort(-1).values  # (b, t)
     keys = k.gather(1, top[..., None].expand(-1, -1, k.shape[-1]))
-    logits = torch.einsum("bgnd,btd->bgnt", call.layout.fold_query(call.query).double(), keys).abs()
+    logits = torch.einsum("bgnd,btd->bgnt", widen(call.layout.fold_query(call.query)), keys).abs()
     if call.is_causal:
         places = torch.arange(call.layout.queries, device=k.device)[:, None]
         logits = torch.where(top[:, None, None] <= places, logits, 0.0)
@@ -95,17 +108,14 @@ class Picked(NamedTuple):
         return float((squares * self.weights).sum()), spread
 
 
-def pick_rows(call: Call, rows: int, seed: int = 0) -> Picked:
-    """Pick `rows` rows of each head, or all if there are no more."""
-    by_risk = risks(call)
+def pick_rows(call: Call, rows: int, seed: int = 0, by_risk: Tensor | None = None) -> Picked:
+    """Pick `rows` rows of each head, or all if there are no more; `by_risk`: the risks, if they are known."""
+    by_risk = risks(call) if by_risk is None else by_risk
     n, device = by_risk.shape[-1], by_risk.device
     if rows >= n:
         return Picked(torch.arange(n, device=device).expand_as(by_risk), by_risk.new_ones(n).double(), n)
     # Half by the largest possible logit, half by the largest one with a loud key.
-    by_norm, by_loud = (
-        torch.nan_to_num(x, nan=inf).argsort(-1, descending=True).argsort(-1) for x in (by_risk, loudest(call))
-    )
-    rank = torch.minimum(by_norm, by_loud)
+    rank = torch.minimum(_ranks(by_risk), _ranks(loudest(call)))
     if call.is_causal:
         rank[..., : rows // 4] = -1
     order = rank.argsort(dim=-1, stable=True)
@@ -118,6 +128,12 @@ def pick_rows(call: Call, rows: int, seed: int = 0) -> Picked:
     weights = torch.ones(rows, dtype=torch.float64, device=device)
     weights[certain:] = length / parts
     return Picked(places, weights, certain)
+
+
+def _ranks(x: Tensor) -> Tensor:
+    """Return the place of each number among those of its row, the largest first."""
+    order = torch.nan_to_num(x.float(), nan=inf).argsort(-1, descending=True)
+    return torch.empty_like(order).scatter_(-1, order, torch.arange(x.shape[-1], device=x.device).expand_as(order))
 
 
 class RowBlock(NamedTuple):
@@ -152,19 +168,29 @@ def row_blocks(call: Call, picked: Picked, numbers: int = 1) -> Iterator[RowBloc
             yield RowBlock(of_heads, slice(start, start + rows), taken, seen)
 
 
-def exact_rows(call: Call, picked: Picked) -> Tensor:
-    """Return (b, g, p, e), float64: the picked rows of exact attention."""
+def exact_rows(call: Call, picked: Picked, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Return (b, g, p, e), float64: the picked rows of exact attention, computed in `dtype`."""
+    return _rows_by_logits(call, picked, call.key, lambda x, seen: x.masked_fill_(~seen, -inf).softmax(-1), dtype)
+
+
+def _rows_by_logits(
+    call: Call, picked: Picked, key: Tensor, weigh: Callable[[Tensor, Tensor], Tensor], dtype: torch.dtype
+) -> Tensor:
+    """Return (b, g, p, e), float64: rows whose weights follow from the logits and from which keys are seen."""
     b, g, p = picked.places.shape
-    k, v, keep = call.layout.fold_key(call.key), call.layout.fold_key(call.value), call.keep()
+    k, v, keep = call.layout.fold_key(key), call.layout.fold_key(call.value), call.keep()
     output = torch.empty(b, g, p, v.shape[-1], dtype=torch.float64, device=v.device)
     for block in row_blocks(call, picked):
-        keys, values = (x[block.heads].double().repeat_interleave(g, 0) for x in (k, v))
-        logits = torch.bmm(block.q.double(), keys.mT) * call.logit_scale
-        weights = torch.where(block.seen, logits, -inf).softmax(-1)
-        weights = torch.where(block.seen.any(-1, keepdim=True), weights, 0.0)  # A row without keys is 0.
+        keys, values = (x[block.heads].to(dtype) for x in (k, v))
+        # All rows that meet the same keys, of every query head of a group, in one product.
+        scaled = block.q.to(dtype) * call.logit_scale
+        rows, seen = (x.unflatten(0, (-1, g)).flatten(1, 2) for x in (scaled, block.seen))
+        weights = weigh(torch.bmm(rows, keys.mT), seen)
         if keep is not None:
-            values = torch.where(keep[block.heads].repeat_interleave(g, 0)[..., None], values, 0.0)
-        output[block.heads, :, block.rows] = torch.bmm(weights, values).unflatten(0, (-1, g))
+            values = torch.where(keep[block.heads][..., None], values, 0.0)
+        if keep is not None or call.segments is not None:
+            weights = torch.where(seen.any(-1, keepdim=True), weights, 0.0)  # A row without keys is 0.
+        output[block.heads, :, block.rows] = torch.bmm(weights, values).unflatten(1, (g, -1)).double()
     return output
 
 
@@ -174,12 +200,18 @@ def method_rows(method: Any, call: Call, picked: Picked) -> Tensor:
     is_few = WINDOW_ROW_PRICE * picked.places.shape[-1] < n
     if isinstance(method, Window) and is_few and has_places(method, n, m, call.is_causal):
         return window_rows(method, call, picked.places)
+    if engine_of(method) == "multipole" and is_rowwise(call):
+        return multipole_rows(method, call, picked.places)
     if engine_of(method) in ("multipole", "sparse"):  # A row alone costs as much as many of them in one call.
         wide = torch.promote_types(call.dtype, torch.float32)
         rows = call.layout.fold_query(run(method, call._replace(dtype=wide, is_headless=False)).output)
         return rows.gather(2, picked.places[..., None].expand(-1, -1, -1, rows.shape[-1])).double()
     (b, g, p), features, all_keep = picked.places.shape, feature_method(method), call.keep()
-    k = call.layout.fold_key(shifted(features, call.key, call.layout.key_heads))
+    key = shifted(features, call.key, call.layout.key_heads)
+    if features.of_logits is not None and features.normalizer == "row" and all_keep is None:
+        wide = torch.promote_types(call.dtype, torch.float32)
+        return _rows_by_logits(call, picked, key, partial(_polynomial_weights, features.of_logits), wide)
+    k = call.layout.fold_key(key)
     v = call.layout.fold_key(call.value)
     output = torch.empty(b, g, p, v.shape[-1], dtype=torch.float64, device=v.device)
     numbers = k.shape[-1] if features.normalizer == "feature" else 1  # Its weights are made feature by feature.
@@ -191,6 +223,11 @@ def method_rows(method: Any, call: Call, picked: Picked) -> Tensor:
         rows = kernel.meet(ready_queries(kernel, q), ready, View(False, seen=block.seen), ())
         output[block.heads, :, block.rows] = rows[:, 0].double().unflatten(0, (-1, g))
     return output
+
+
+def _polynomial_weights(of_logits: Callable[[Tensor], Tensor], logits: Tensor, seen: Tensor) -> Tensor:
+    weights = of_logits(logits).masked_fill_(~seen, 0.0)
+    return weights / weights.sum(-1, keepdim=True)
 
 
 def logit_ends(call: Call, picked: Picked) -> tuple[float, float]:

@@ -144,10 +144,14 @@ def _between(places: Sequence[int], x: float) -> list[float]:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Coefficients by "family/form/direction", for one type of device."""
+    """Coefficients by "family/form/direction", for one type of device.
+
+    The note is empty, or a sentence with a leading space that says why times are rough.
+    """
 
     coefficients: dict[str, list[float]]
     device: str = "cpu"
+    note: str = ""
 
     def seconds(self, method: Any, shape: Shape, form: str | None = None) -> float:
         """Return the time of one call, in the form that `attention` takes or in the given one."""
@@ -160,12 +164,12 @@ class Calibration:
             )
         return math.fsum(c * w for c, w in zip(self.coefficients[name], parts, strict=True))
 
-    def form_of(self, method: Any, shape: Shape) -> str:
+    def form_of(self, method: Any, shape: Shape, dtype: torch.dtype = torch.float32) -> str:
         """Return the form that `attention` takes by itself on this device."""
         engine = engine_of(method)
         if engine != "features":
             return "exact" if engine == "exact" else "fused"
-        return form_of(feature_method(method), shape, torch.device(self.device))
+        return form_of(feature_method(method), shape, torch.device(self.device), dtype)
 
 
 def name_of(method: Any, form: str, shape: Shape) -> str:

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 from math import inf
+from operator import index
+from typing import Any
 
 import torch
 
@@ -39,11 +41,12 @@ class Shape:
             "key_heads": heads if key_heads is None else key_heads,
             "batch": batch,
         }
+        sizes = {name: as_int(size) for name, size in sizes.items()}
         for name, size in sizes.items():
             check_whole(name, size, least_length if name.endswith("length") else 1)
             if size > most:
                 raise ValueError(f"{name}: expected a whole number up to {int(most):,}, got {size:,}")
-        if heads % sizes["key_heads"]:
+        if sizes["heads"] % sizes["key_heads"]:
             raise ValueError(f"key_heads: expected a number that divides the {heads} heads, got {key_heads}")
         for name, flag in {"is_causal": is_causal, "training": training}.items():
             if not isinstance(flag, bool):
@@ -83,6 +86,14 @@ def seen_pairs(n: int, m: int, block: int = 1) -> int:
     whole = n // block
     growing = min(whole, m // block)  # blocks that end before the keys do
     return block**2 * growing * (growing + 1) // 2 + (whole - growing) * block * m + n % block * min(n, m)
+
+
+def as_int(size: Any) -> Any:
+    """Return an integer of another library, such as NumPy's int64, as an int; anything else as it is."""
+    try:
+        return size if isinstance(size, bool) else index(size)
+    except TypeError:
+        return size
 
 
 def check_dtype(dtype: object) -> None:

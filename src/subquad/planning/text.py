@@ -8,6 +8,11 @@ def duration(seconds: float) -> str:
     return f"{short(seconds)} s" if seconds >= 1 else f"{short(seconds * 1000)} ms"
 
 
+def mebibytes(count: int) -> str:
+    """Return a number of bytes in MiB."""
+    return f"{count / 2**20:,.1f} MiB"
+
+
 def short(number: float) -> str:
     """Return two digits, never as a power of ten."""
     return f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
