@@ -21,9 +21,10 @@ except ImportError as error:
     ) from error
 
 from subquad.integrations.transformers.attend import attend, register
-from subquad.integrations.transformers.cache import StateLayer, state_cache
+from subquad.integrations.transformers.cache import state_cache
 from subquad.integrations.transformers.mask import Mask
 from subquad.integrations.transformers.replace import replace_attention
+from subquad.integrations.transformers.state_layer import StateLayer
 
 __all__ = ["Mask", "StateLayer", "attend", "register", "replace_attention", "state_cache"]
 

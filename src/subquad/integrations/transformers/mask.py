@@ -5,14 +5,15 @@ Axes: b batch, n queries of this call, m keys of this call.
 
 import inspect
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import masking_utils as rules
 
+from subquad._engines import engine_of
+from subquad.integrations.transformers.layers import methods
 from subquad.integrations.transformers.unsupported import Unsupported
 
 # All rules that a function of transformers makes have the same code.
@@ -40,16 +41,25 @@ class Mask:
     def __init__(self, **arguments: Any) -> None:
         self.arguments = arguments
         self.key_length: int = arguments["kv_length"]
+        self._known: dict[str, Any] = {}  # functools.cached_property has a lock, which torch.compile cannot trace
 
-    @cached_property
+    @property
     def matrix(self) -> Tensor | None:
         """(b, 1, n, m), True = attend, computed on first use; None if `is_causal` of the layer is enough."""
-        found: Tensor | None = rules.sdpa_mask(**self.arguments)
+        if "matrix" not in self._known:
+            self._known["matrix"] = rules.sdpa_mask(**self.arguments)
+        found: Tensor | None = self._known["matrix"]
         return found
 
-    @cached_property
+    @property
     def rule(self) -> Rule | None:
         """The rule, if it is a combination of causality, a sliding window and packed sequences; otherwise None."""
+        if "rule" not in self._known:
+            self._known["rule"] = self._read_rule()
+        found: Rule | None = self._known["rule"]
+        return found
+
+    def _read_rule(self) -> Rule | None:
         windows: dict[Any, int] = {}
         is_causal, segments = False, None
         for part in _parts(self.arguments["mask_function"]):
@@ -66,7 +76,7 @@ class Mask:
             return Rule(True, windows[WINDOW], segments) if is_causal else None
         return Rule(is_causal, windows[WINDOW_OF_BOTH_SIDES] + 1 if windows else None, segments)
 
-    @cached_property
+    @property
     def padding(self) -> Tensor | None:
         """(b, m), True = attend."""
         given, first = self.arguments.get("attention_mask"), self.arguments.get("kv_offset", 0)
@@ -75,9 +85,19 @@ class Mask:
         missing = first + self.key_length - given.shape[-1]
         return F.pad(given, (0, max(0, missing)))[:, first : first + self.key_length]
 
-    def contiguous(self) -> NoReturn:
-        """Raise ValueError: `generate` calls this for static caches, whose masks it creates before the model runs."""
-        raise ValueError('past_key_values: static caches are not supported; remove cache_implementation="static"')
+    def contiguous(self) -> Tensor | None:
+        """Return the matrix; `generate` calls this for static caches, whose masks it creates before the model runs.
+
+        Raises:
+            ValueError: The method that was selected by name needs more than a matrix.
+        """
+        method = methods[self.arguments["config"]._attn_implementation]
+        if engine_of(method) != "exact":
+            raise ValueError(
+                f"past_key_values: static caches are not supported by {type(method).__name__} when it is selected by "
+                'name; call replace_attention, or remove cache_implementation="static"'
+            )
+        return self.matrix
 
     @property
     def is_static(self) -> bool:
