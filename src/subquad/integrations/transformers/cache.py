@@ -4,6 +4,7 @@ hold_states     an empty cache: one StateLayer for each layer whose methods have
 hold_state      before each call of an attention layer: its layer of the cache, also if it holds keys, only once
 """
 
+from math import inf
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel, Sta
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
 
 from subquad.integrations.transformers.layers import keeps_state, layers_of, method_of
-from subquad.integrations.transformers.request import planned, window_may_apply
+from subquad.integrations.transformers.request import planned, short_length
 from subquad.integrations.transformers.state_layer import StateLayer
 
 STATIC = (
@@ -73,7 +74,7 @@ def hold_states(model: nn.Module, cache: Cache) -> None:
             # Masks are made for all layers at once, at the length of one of them.
             raise ValueError(STATIC.format(f"a part of the layers ({', '.join(map(str, states))})"))
         for index, read in states.items():
-            _replace(part, index, window_may_apply(read[0], method_of(read[0])))
+            _replace(part, index, short_length(read[0], method_of(read[0])))
 
 
 def hold_state(layer: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
@@ -99,7 +100,7 @@ def hold_state(layer: Any, arguments: tuple[Any, ...], keywords: dict[str, Any])
         if type(cache) is DynamicCache and not cache.offloading:
             # The name of an attention function alone does not tell whether transformers is going to remove tokens.
             is_named = not hasattr(layer, "subquad_choice")
-            _replace(cache, index, is_named or window_may_apply(layer, method_of(layer)))
+            _replace(cache, index, inf if is_named else short_length(layer, method_of(layer)))
 
 
 def _holds_state(layer: Any) -> bool:
@@ -107,7 +108,7 @@ def _holds_state(layer: Any) -> bool:
     return not getattr(layer.config, "num_kv_shared_layers", None) and keeps_state(planned(layer, method_of(layer))[0])
 
 
-def _replace(cache: Cache, index: int, keeps_tokens: bool) -> None:
+def _replace(cache: Cache, index: int, kept_up_to: float) -> None:
     """Replace a layer of a cache by a StateLayer, unless it holds more than keys and values."""
     while len(cache.layers) <= index:
         cache.layers.append(DynamicLayer())
@@ -116,7 +117,7 @@ def _replace(cache: Cache, index: int, keeps_tokens: bool) -> None:
         return
     holds_keys = isinstance(old, DynamicLayer) and old.is_initialized
     keys, values, length = (old.keys, old.values, old.get_seq_length()) if holds_keys else (None, None, 0)
-    new = StateLayer(keys, values, length, keeps_tokens)
+    new = StateLayer(keys, values, length, kept_up_to)
     if getattr(old, "record_past", False):
         new.activate_past_recording()
     cache.layers[index] = new

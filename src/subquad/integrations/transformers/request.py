@@ -74,7 +74,8 @@ def planned(layer: Any, method: AnyMethod | Auto | None) -> tuple[AnyMethod | Au
         return method, ""
     is_replaced = request.window is not None or engine_of(method) != "sparse"
     prefix = "exact, " if is_replaced and engine_of(method) != "exact" else ""
-    suffix = f"; {describe(method)} up to {request.window:,} tokens" if window_may_apply(layer, method) else ""
+    length = short_length(layer, method)
+    suffix = f"; {describe(method)} up to {length:,} tokens" if length else ""
     return serve(method, request), f"{prefix}because of {request.reason}{suffix}"
 
 
@@ -85,10 +86,10 @@ def needs_exact(layer: Any) -> str:
     return "its chunks of keys" if _type_of(layer) == "chunked_attention" else ""
 
 
-def window_may_apply(layer: Any, method: AnyMethod | Auto | None) -> bool:
-    """Return whether a layer gets the chosen method in short sequences, and the window in longer ones."""
+def short_length(layer: Any, method: AnyMethod | Auto | None) -> int:
+    """Return the length up to which a layer with a window gets the chosen method; 0 if it does not depend on that."""
     request = request_of(layer)
-    return request.window is not None and has_no_window(method, request, request.window)
+    return request.window if request.window is not None and has_no_window(method, request, request.window) else 0
 
 
 def has_no_window(method: AnyMethod | Auto | None, request: Request, length: int) -> bool:

@@ -33,8 +33,8 @@ class StateLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no 
         keys: Keys that the cache contains already, (b, key heads, m, d); the next call reads them.
         values: The values of these keys.
         length: The number of tokens so far, more than m if a window has dropped some.
-        keeps_tokens: Whether to keep the keys as well, until the method changes: because it will when the sequence is
-            longer than a window, or because tokens may be removed at any time.
+        kept_up_to: The length up to which the keys are kept as well: that of a window, which replaces the method in
+            longer sequences, or infinity if tokens may be removed at any time.
 
     Attributes:
         state: The state after the keys so far; None before the first ones.
@@ -45,7 +45,7 @@ class StateLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no 
     supports_early_init = False
 
     def __init__(
-        self, keys: Tensor | None = None, values: Tensor | None = None, length: int = 0, keeps_tokens: bool = False
+        self, keys: Tensor | None = None, values: Tensor | None = None, length: int = 0, kept_up_to: float = 0
     ) -> None:
         super().__init__()
         self._state: State | None = None
@@ -53,7 +53,7 @@ class StateLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no 
         self._length = length
         self._options: tuple[Any, ...] = ()  # method, scale and grouping of the last call that was not a step
         self._unread = False  # whether `update` returned keys that the state does not contain yet
-        self._keeps_tokens, self.record_past = keeps_tokens, False
+        self._kept_up_to, self.record_past = kept_up_to, False
         self._before: State | None = None  # the state before the recorded tokens
         self._recorded: list[Tokens] = []
         # Models read these attributes in cross-attention after the first call.
@@ -96,16 +96,13 @@ class StateLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no 
         if not self._unread and not self._waiting:
             raise RuntimeError("past_key_values: two layers share one state; pass layers=[...] without the second one")
         n, m, length = query.shape[-2], key.shape[-2], self.length_with(key)
-        if self._keeps_tokens and self._options and options["method"] != self._options[0]:
+        if self._kept_up_to and self._options and options["method"] != self._options[0]:
             self._read_again(self._recorded, method=options["method"])
-            self._keeps_tokens = False
-            if not self.record_past:
-                self._forget_tokens()
         tokens = (query, key, value, options)
         if n < m and n and options["is_causal"]:  # Keys that waited come before the queries.
             first, tokens = cut(tokens, m - n)
             self._advance(*first)
-        if self.record_past and not self._options and n > RECORDED_PROMPT and not self._keeps_tokens:
+        if self.record_past and not self._options and n > RECORDED_PROMPT and not self._kept_up_to:
             first, tokens = cut(tokens, n - RECORDED_PROMPT)
             outputs = [self._advance(*first)]
             self._forget_tokens()
@@ -113,6 +110,10 @@ class StateLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no 
         else:
             output = self._advance(*tokens)
         self._length, self._unread = length, False
+        if length > self._kept_up_to > 0:
+            self._kept_up_to = 0
+            if not self.record_past:
+                self._forget_tokens()
         keys, self.values = (x.new_empty(*x.shape[:2], 0, x.shape[3]) for x in (key, value))
         self.keys = self._marked(keys)  # No key waits.
         return output
@@ -130,7 +131,7 @@ class StateLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no 
                 query, key, value, state=self._settled(), return_state=True, **options
             )
             self._options = (options["method"], options["scale"], options["enable_gqa"])
-        if self.record_past or self._keeps_tokens:
+        if self.record_past or self._kept_up_to:
             self._recorded.append((query[:, :, :0], key, value, options))
         return output
 
@@ -175,7 +176,7 @@ class StateLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no 
 
     def activate_past_recording(self) -> None:
         """Record the tokens of the next calls, so that `crop` can remove them; called by transformers."""
-        if not self.record_past and not self._keeps_tokens:
+        if not self.record_past and not self._kept_up_to:
             self._forget_tokens()
         self.record_past = True
 
@@ -202,7 +203,7 @@ class StateLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no 
                 kept += [cut(tokens, left)[0]] if left > 0 else []
                 left -= tokens[1].shape[-2]
             self._read_again(kept)
-        if not self._keeps_tokens:
+        if not self._kept_up_to:
             self._forget_tokens()
 
     def _read_again(self, recorded: list[Tokens], **changes: Any) -> None:
@@ -231,7 +232,7 @@ class StateLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no 
 
     def reset(self) -> None:
         recording = self.record_past
-        self.__init__(keeps_tokens=self._keeps_tokens)  # type: ignore[misc]
+        self.__init__(kept_up_to=self._kept_up_to)  # type: ignore[misc]
         self.record_past = recording
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
