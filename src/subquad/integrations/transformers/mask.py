@@ -3,7 +3,6 @@
 Axes: b batch, n queries of this call, m keys of this call.
 """
 
-import inspect
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -67,9 +66,9 @@ class Mask:
             if part is rules.causal_mask_function:
                 is_causal = True
             elif code in (WINDOW, WINDOW_OF_BOTH_SIDES) and not windows:
-                windows[code] = inspect.getclosurevars(part).nonlocals["sliding_window"]
+                windows[code] = _nonlocal(part, "sliding_window")
             elif code is PACKED and segments is None:
-                segments = inspect.getclosurevars(part).nonlocals["packed_sequence_mask"]
+                segments = _nonlocal(part, "packed_sequence_mask")
             elif part is not rules.bidirectional_mask_function:
                 return None
         if WINDOW in windows:  # It does not limit the keys after a query.
@@ -110,7 +109,18 @@ def _parts(rule: Any) -> list[Any]:
     """Return the rules that a rule combines, all of which must hold."""
     if getattr(rule, "__code__", None) is not AND:
         return [rule]
-    return [part for inner in inspect.getclosurevars(rule).nonlocals["mask_functions"] for part in _parts(inner)]
+    return [part for inner in _nonlocal(rule, "mask_functions") for part in _parts(inner)]
+
+
+def _nonlocal(function: Any, name: str) -> Any:
+    """Return a variable of an enclosing function, which torch.compile cannot trace."""
+    if torch.compiler.is_compiling():
+        raise ValueError(
+            "attention_mask: torch.compile(fullgraph=True) cannot trace sliding windows and packed sequences. A model "
+            "without windows looks for the latter if it has neither a mask nor a cache: pass attention_mask="
+            "torch.ones_like(input_ids). For a model with windows, use fullgraph=False."
+        )
+    return function.__closure__[function.__code__.co_freevars.index(name)].cell_contents
 
 
 @dataclass(frozen=True)
@@ -156,7 +166,8 @@ def visible_keys(mask: Mask | Tensor | None, m: int) -> Tensor | None:
         shown = shown_pairs(mask)
         return shown[..., shown.shape[-1] - m :].any(-2, keepdim=True)
     keys = None if mask.padding is None else mask.padding[:, mask.key_length - m :]
-    return None if keys is None or bool(keys.all()) else keys[:, None, None]
+    hides_none = keys is None or (not torch.compiler.is_compiling() and bool(keys.all()))  # It depends on data.
+    return None if hides_none or keys is None else keys[:, None, None]
 
 
 def shown_pairs(mask: Tensor) -> Tensor:
