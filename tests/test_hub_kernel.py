@@ -1,4 +1,4 @@
-"""tools/hub_kernel.py: the kernel computes what the library computes, loaded by its folder and by the kernels package."""
+"""tools/hub_kernel.py: the kernel computes what the library computes, however it is loaded."""
 
 import json
 import subprocess
