@@ -179,6 +179,21 @@ def test_training_keeps_keys_and_gradient_checkpointing_none():
         assert model(**inputs("llama")).past_key_values is None
 
 
+@torch.enable_grad()
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_gradients_with_states_are_those_without_a_cache(name, method):
+    """In eval mode, where the cache that the model creates holds states."""
+    model, gradients = tiny(name), []
+    with replace_attention(model, METHODS[method]):
+        for use_cache in (True, False):
+            model.zero_grad()
+            model(**inputs("llama", "left"), use_cache=use_cache).logits[real("left")].sin().sum().backward()
+            gradients.append({key: value.grad.clone() for key, value in model.named_parameters()})
+    for key, value in gradients[0].items():
+        assert (gradients[1][key] - value).norm() <= 1e-4 * value.norm() + 1e-6, key
+
+
 # --- Tokens that are removed ------------------------------------------------------------------------------------------
 
 PROMPT = torch.tensor([[5, 6, 7, 8, 9] * 5])

@@ -311,9 +311,9 @@ except ImportError as error:
 """
 
 
-def test_without_transformers_the_error_names_the_extra():
+def test_without_transformers_the_error_says_what_to_install():
     found = subprocess.run([sys.executable, "-c", MISSING], capture_output=True, text=True, check=True)
-    assert "needs transformers 5 or later: pip install 'subquad[transformers]'" in found.stdout
+    assert "needs transformers 5 or later: pip install 'transformers>=5'" in found.stdout
 
 
 # --- What raises ------------------------------------------------------------------------------------------------------

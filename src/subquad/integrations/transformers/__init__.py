@@ -17,7 +17,7 @@ try:
     from transformers import AttentionInterface, AttentionMaskInterface  # noqa: F401  (of version 5)
 except ImportError as error:
     raise ImportError(
-        "subquad.integrations.transformers needs transformers 5 or later: pip install 'subquad[transformers]'"
+        "subquad.integrations.transformers needs transformers 5 or later: pip install 'transformers>=5'"
     ) from error
 
 from subquad.integrations.transformers.attend import attend, register
