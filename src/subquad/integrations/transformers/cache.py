@@ -92,15 +92,15 @@ def hold_state(layer: Any, arguments: tuple[Any, ...], keywords: dict[str, Any])
     if isinstance(cache, EncoderDecoderCache):
         is_causal = getattr(layer, "is_causal", True)
         cache = cache.self_attention_cache if is_causal else cache.cross_attention_cache
-    if index < len(cache.layers) and type(cache.layers[index]) is StateLayer:
+    old = cache.layers[index] if index < len(cache.layers) else None
+    if type(old) is StateLayer or (layer.training and torch.is_grad_enabled()) or not _holds_state(layer):
         return
-    if not (layer.training and torch.is_grad_enabled()) and _holds_state(layer):
-        if index < len(cache.layers) and isinstance(cache.layers[index], StaticLayer):
-            raise ValueError(STATIC.format(type(method_of(layer)).__name__))
-        if type(cache) is DynamicCache and not cache.offloading:
-            # The name of an attention function alone does not tell whether transformers is going to remove tokens.
-            is_named = not hasattr(layer, "subquad_choice")
-            _replace(cache, index, inf if is_named else short_length(layer, method_of(layer)))
+    if isinstance(old, StaticLayer):
+        raise ValueError(STATIC.format(type(method_of(layer)).__name__))
+    if type(cache) is DynamicCache and not cache.offloading:
+        # A model whose method was selected by name does not tell whether it is going to remove tokens; windows do.
+        may_remove = not hasattr(layer, "subquad_choice") and type(old) is not DynamicSlidingWindowLayer
+        _replace(cache, index, inf if may_remove else short_length(layer, method_of(layer)))
 
 
 def _holds_state(layer: Any) -> bool:
