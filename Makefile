@@ -13,11 +13,11 @@ PIP_INSTALL := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.t
 
 KERNELS := $(wildcard src/subquad/native/src/*.cpp src/subquad/native/src/*.h)
 
-.PHONY: help demo test lint bench mutants docs wheel sanitize clean
+.PHONY: help demo test lint bench mutants docs wheel hub-kernel sanitize clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-8s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-10s %s\n", $$1, $$2}' Makefile
 
 demo: .venv/installed ## compare the methods on this machine: time, memory, error
 	@$(BIN)/subquad demo
@@ -44,6 +44,9 @@ docs: .venv/installed ## write docs/theory.md from the claims of `subquad verify
 
 wheel: .venv/installed ## build dist/subquad-*.whl, with the kernels, for Linux systems as new as this
 	@$(BIN)/python tools/wheel.py
+
+hub-kernel: .venv/installed ## write dist/hub-kernel, which the Hugging Face kernels package loads
+	@$(BIN)/python tools/hub_kernel.py
 
 sanitize: .venv/installed ## run the tests of the kernels under AddressSanitizer and UndefinedBehaviorSanitizer
 	@$(BIN)/python tools/sanitize.py

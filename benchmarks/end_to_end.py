@@ -1,6 +1,6 @@
 """Time of a whole model: reading a context, and one token after it, with exact attention, with Multipole, in llama.cpp.
 
-    python benchmarks/end_to_end.py [--model PATH] [--lengths 512,2048,4096,8192,16384] [--longest] [--quick]
+    python benchmarks/end_to_end.py [--model PATH] [--lengths 512,2048,4096,8192,16384] [--longest] [--loops] [--quick]
 
 All contestants (`contestants.py`) run in one process and take turns: in each round every contestant reads the context
 once, then every contestant reads one token in turn, so that other load on the machine affects all of them. The tokens
@@ -10,6 +10,9 @@ the threads of the contestant before it go to sleep.
     prefill         median over the rounds; logits of the last position only
     token           median over the tokens after the context, and the slowest one as a multiple of the median
     same token      share of these tokens after which the most likely next token is that of exact attention
+
+With `--loops` it compares two ways to decode instead, for exact attention, Taylor(2) and Multipole: `generate`, and the
+usual loop of one's own. Both choose the most likely token; each is timed once per round, in turn.
 """
 
 import argparse
@@ -24,7 +27,7 @@ from statistics import fmean, median
 from typing import Any
 
 import results
-from contestants import Contestant, LlamaCpp, Transformers
+from contestants import Contestant, LlamaCpp, Transformers, Ways
 from decoder import load, manual, missing_package, weights_file
 from torch import Tensor
 
@@ -153,6 +156,50 @@ def contestants_for(model: Any, path: Path | None, positions: int) -> tuple[list
     )
 
 
+@dataclass(frozen=True)
+class WayRow:
+    """One method at one length: medians of the time per token, of all rounds."""
+
+    length: int
+    method: str
+    generate_ms: float
+    loop_ms: float
+
+
+def measure_ways(ways: Sequence[Ways], text: Tensor, length: int, effort: Effort) -> list[WayRow]:
+    """Return a row for each method."""
+    seconds: dict[tuple[str, str], list[float]] = {}
+    for turn in range(effort.rounds):
+        for each in [*ways[turn % len(ways) :], *ways[: turn % len(ways)]]:
+            for name, way in (("generate", each.generate), ("loop", each.loop)):
+                seconds.setdefault((each.name, name), []).extend(way(text[:, :length], effort.tokens))
+    rows = []
+    for each in ways:
+        generate, loop = (1e3 * median(seconds[each.name, name]) for name in ("generate", "loop"))
+        rows.append(WayRow(length, each.name, generate, loop))
+        print(f"{length:,} tokens, {each.name}: generate {generate:.1f} ms, loop {loop:.1f} ms per token", flush=True)
+    return rows
+
+
+def ways_page(model: Any, rows: Sequence[WayRow], load_before: str) -> str:
+    """Return the whole page of `--loops`."""
+    exact = {row.length: row.generate_ms for row in rows if row.method == EXACT}
+    lines = ["| tokens before | method | `generate` | against exact | loop | against `generate` |",
+             "|---:|---|---:|---:|---:|---:|"]  # fmt: skip
+    for row in rows:
+        lines.append(f"| {row.length:,} | {row.method} | {row.generate_ms:.1f} ms | "
+                     f"{row.generate_ms / exact[row.length]:.2f} | {row.loop_ms:.1f} ms | "
+                     f"{row.loop_ms / row.generate_ms:.2f} |")  # fmt: skip
+    return "\n\n".join([
+        f"# ways to decode, {results.today()}",
+        f"{results.machine()}, transformers {version('transformers')}, {subquad.native.status()}. Load average of 1, 5 "
+        f"and 15 minutes: {load_before} before, {load_average()} after.",
+        f"{type(model).__name__}: time per token after a context, medians. *Loop* is `out = model(ids, "
+        "use_cache=True)`, then `model(next, past_key_values=out.past_key_values)`.",
+        "\n".join(lines),
+    ]) + "\n"  # fmt: skip
+
+
 def warm_up(contestants: Sequence[Contestant], text: Tensor) -> None:
     """Let each contestant load and allocate what it needs once."""
     for each in contestants:
@@ -216,6 +263,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--longest", action="store_true", help=f"{LONGEST:,} tokens as well")
     parser.add_argument("--rounds", type=int, default=Effort.rounds, help="times a context is read (%(default)s)")
     parser.add_argument("--tokens", type=int, default=Effort.tokens, help="tokens after a context (%(default)s)")
+    parser.add_argument("--loops", action="store_true", help="compare generate with a loop of one's own")
     parser.add_argument("--quick", action="store_true", help="64 tokens, one round, 4 tokens")
     options = parser.parse_args(arguments)
     if options.model is not None and not options.model.exists():
@@ -234,6 +282,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     text = tokenizer(manual(), return_tensors="pt").input_ids[:, :positions]
     if text.shape[1] < positions:
         parser.error(f"--lengths: the text has {text.shape[1]:,} tokens, expected at most as many, got {positions:,}")
+    if options.loops:
+        methods = {EXACT: None, "Taylor(2)": subquad.Taylor(2), "Multipole()": subquad.Multipole()}
+        ways = [Ways(name, model, method) for name, method in methods.items()]
+        found = [row for length in lengths for row in measure_ways(ways, text, length, effort)]
+        results.write_page("ways_to_decode", ways_page(model, found, load_before), [asdict(row) for row in found])
+        return
     weights = weights_file() if options.model is None else options.model if options.model.is_file() else None
     contestants, note = contestants_for(model, weights, positions)
     warm_up(contestants, text)

@@ -116,3 +116,18 @@ def test_the_script_writes_a_page_and_its_data(
     ]  # fmt: skip
     assert all(row["tokens"] == 4 and row["prefill_seconds"] > 0 for row in rows.values())
     assert all(rows[name]["same_token"] == 1 for name in list(rows)[:3])  # 64 tokens are within the window
+
+
+@pytest.mark.parametrize("method", [None, "taylor"])
+def test_both_ways_to_decode_time_each_token(contestants: Any, method: str | None) -> None:
+    ways = contestants.Ways("a name", tiny("llama"), method)
+    for way in (ways.generate, ways.loop):
+        found = way(torch.randint(3, WORDS, (1, 20)), 5)
+        assert len(found) == 5 and min(found) > 0
+
+
+def test_the_page_of_the_ways_divides_by_exact_attention_and_by_generate(program: Any) -> None:
+    rows = [program.WayRow(64, program.EXACT, 10.0, 11.0), program.WayRow(64, "Taylor(2)", 5.0, 6.0)]
+    assert program.ways_page(tiny("llama"), rows, "0").splitlines()[-1] == (
+        "| 64 | Taylor(2) | 5.0 ms | 0.50 | 6.0 ms | 1.20 |"
+    )

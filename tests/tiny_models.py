@@ -50,6 +50,9 @@ MODELS: dict[str, tuple[type, type, dict[str, Any]]] = {
     "gpt_oss": (transformers.GptOssForCausalLM, transformers.GptOssConfig, dict(
         layer_types=KINDS, num_local_experts=2, num_experts_per_tok=1, **SLIDING)),
     "exaone4": (transformers.Exaone4ForCausalLM, transformers.Exaone4Config, dict(layer_types=KINDS, **SLIDING)),
+    "vit": (transformers.ViTForImageClassification, transformers.ViTConfig, dict(
+        num_hidden_layers=2, hidden_size=16, num_attention_heads=2, intermediate_size=16, image_size=12, patch_size=4,
+        num_labels=3)),
     "modernbert": (transformers.ModernBertForMaskedLM, transformers.ModernBertConfig, dict(
         num_hidden_layers=3, hidden_size=32, num_attention_heads=4, intermediate_size=32, local_attention=WINDOW,
         layer_types=KINDS, max_position_embeddings=128, cls_token_id=1, sep_token_id=2, **SPECIAL)),

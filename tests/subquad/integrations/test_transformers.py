@@ -217,16 +217,16 @@ def test_states_do_not_grow(method):
     assert sizes[0] == sizes[1]
 
 
-@pytest.mark.parametrize("kind", ["states", "keys", "given keys"])
+@pytest.mark.parametrize("kind", ["states", "own", "empty"])
 @pytest.mark.parametrize("method", EVERY)
 @pytest.mark.parametrize("name", DECODERS)
 def test_a_sequence_in_pieces_is_the_whole(name, method, kind):
-    """With a cache of states, with the cache of keys that the model creates, and with an empty one passed in."""
+    """With a cache of states, with the cache that the model creates itself, and with an empty one passed in."""
     model, given = tiny(name), inputs(name, "left")
     positions = (padding("left").cumsum(-1) - 1).clamp(min=0)
     with replace_attention(model, EVERY[method]):
         whole = model(**given, position_ids=positions).logits
-        cache = {"states": lambda: state_cache(model), "keys": lambda: None, "given keys": DynamicCache}[kind]()
+        cache = {"states": lambda: state_cache(model), "own": lambda: None, "empty": DynamicCache}[kind]()
         pieces = []
         for start, stop in ((0, 4), (4, 7), (7, 8), (8, 9)):
             output = model(
@@ -236,8 +236,7 @@ def test_a_sequence_in_pieces_is_the_whole(name, method, kind):
             cache = output.past_key_values
             pieces.append(output.logits)
     assert (torch.cat(pieces, 1) - whole)[real("left")].abs().max() < 1e-4
-    keeps = method != "exact" and kind != "keys"
-    assert [isinstance(layer, StateLayer) for layer in cache.layers] == [keeps] * 2
+    assert [isinstance(layer, StateLayer) for layer in cache.layers] == [method != "exact"] * 2
     assert cache.get_seq_length() == LENGTH
 
 
@@ -308,9 +307,10 @@ def test_a_copied_cache_can_be_rolled_back_to():
     assert model(torch.full((3, 1), WORDS - 1), past_key_values=copied).logits.isfinite().all()
 
 
-def test_cropping_raises_by_name():
+def test_cropping_tokens_that_were_not_recorded_raises_by_name():
     model, cache = started()
-    with pytest.raises(ValueError, match=r"past_key_values\.crop: tokens cannot be removed from a state of Taylor"):
+    message = r"past_key_values\.crop: 1 tokens cannot be removed from a state of Taylor that recorded the last 0; call"
+    with pytest.raises(ValueError, match=message):
         cache.crop(-1)
     cache.crop(0)
     assert not cache.is_croppable

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 import subprocess
 import sys
 import warnings
@@ -88,6 +89,32 @@ def test_calls_are_undone_in_reverse():
     assert torch.equal(logits(model), own)
 
 
+@pytest.mark.parametrize("layers", [None, [0]])
+def test_a_replacement_cannot_be_undone_before_a_later_one(layers):
+    model = tiny("llama")
+    own = logits(model)
+    first = replace_attention(model, "taylor")
+    second = replace_attention(model, Linear("elu"), layers=layers)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"undo: .*layers\.0\.self_attn was replaced again .* later .* first"):
+            first.undo()
+    second.undo()
+    assert differ(logits(model), own)
+    first.undo()
+    assert torch.equal(logits(model), own)
+
+
+def test_replacements_of_different_layers_are_undone_in_any_order():
+    model = tiny("llama")
+    own = logits(model)
+    first, second = (replace_attention(model, "taylor", layers=[number]) for number in (0, 1))
+    both = logits(model)
+    first.undo()
+    assert differ(logits(model), both) and differ(logits(model), own)
+    second.undo()
+    assert torch.equal(logits(model), own)
+
+
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("side", [None, "left"])
 def test_one_query_with_a_mask_of_the_others_is_as_causal_as_its_layer(side, implementation):
@@ -128,18 +155,18 @@ def test_layers_that_are_left_out_keep_what_they_had(name, side, implementation,
         assert cached.sequences.tolist() == free.sequences.tolist()
         cache = cached.past_key_values
         parts = [cache.self_attention_cache, cache.cross_attention_cache] if name == "bart" else [cache]
-        # Bart's encoder and decoder use the same indices, so which layer reads a cross-attention cache is unknown.
-        for kept, expected in zip(parts, ([False, True], [False, False]), strict=False):
-            assert [isinstance(layer, StateLayer) for layer in kept.layers] == expected
+        for kept in parts:
+            assert [isinstance(layer, StateLayer) for layer in kept.layers] == [False, True]
         kept_layers = [model.get_submodule(layer.name) for layer in report.layers if layer.method is None]
         assert {layer.config._attn_implementation for layer in kept_layers} == {implementation}
 
 
 @pytest.mark.parametrize("layers", [None, [0, 1], [2, 4], [3, 5]])
 def test_encoder_and_decoder_may_use_the_same_layer_indices(layers):
-    """Then a layer of the encoder cannot be distinguished from the cross-attention that reads the cache."""
+    """Then the layer that reads a cache is known at its call only."""
     torch.manual_seed(0)
-    sizes = dict(num_hidden_layers=2, hidden_size=16, num_attention_heads=2, intermediate_size=16, **SPECIAL)
+    sizes = dict(num_hidden_layers=2, hidden_size=16, num_attention_heads=2, intermediate_size=16,
+                 attention_probs_dropout_prob=0.0, **SPECIAL)  # fmt: skip
     halves = (
         transformers.BertConfig(**sizes),
         transformers.BertConfig(is_decoder=True, add_cross_attention=True, **sizes),
@@ -155,9 +182,7 @@ def test_encoder_and_decoder_may_use_the_same_layer_indices(layers):
     assert cached.sequences.tolist() == free.sequences.tolist()
     cache = cached.past_key_values
     assert isinstance(cache.self_attention_cache.layers[0], StateLayer) == (layers in (None, [2, 4]))
-    assert isinstance(cache.cross_attention_cache.layers[0], StateLayer) == (
-        layers is None
-    )  # otherwise unknown, so keys
+    assert isinstance(cache.cross_attention_cache.layers[0], StateLayer) == (layers in (None, [3, 5]))
 
 
 def test_a_method_with_a_warning_warns_once():
@@ -259,8 +284,22 @@ def test_names_work_from_the_start(tmp_path):
     for cache in (None, state_cache(named)):
         found = named.generate(**prompt("llama"), max_new_tokens=5, do_sample=False, past_key_values=cache)
         assert found.tolist() == sequence.tolist()
-    with pytest.raises(ValueError, match="name: expected one that begins with \"subquad\", got 'sdpa'"):
-        register("taylor", "sdpa")
+
+
+@pytest.mark.parametrize("name", ["sdpa", "subquad/taylor", "subquad:taylor", "paged|subquad", "subquad_flash", ""])
+def test_names_that_mean_something_else_in_transformers_raise(name):
+    with pytest.raises(
+        ValueError, match=f"name: expected one that begins with \"subquad\", .* got '{re.escape(name)}'"
+    ):
+        register("taylor", name)
+
+
+def test_the_names_of_the_documentation_are_accepted(tmp_path):
+    tiny("llama").save_pretrained(tmp_path)
+    for name in ("subquad_taylor", "subquad-taylor.2"):
+        register(Taylor(2), name)
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=name)
+        assert loaded.config._attn_implementation == name
 
 
 MISSING = """
@@ -274,24 +313,21 @@ except ImportError as error:
 """
 
 
-def test_without_transformers_the_error_names_the_extra():
+def test_without_transformers_the_error_says_what_to_install():
     found = subprocess.run([sys.executable, "-c", MISSING], capture_output=True, text=True, check=True)
-    assert "needs transformers 5 or later: pip install 'subquad[transformers]'" in found.stdout
+    assert "needs transformers 5 or later: pip install 'transformers>=5'" in found.stdout
 
 
 # --- What raises ------------------------------------------------------------------------------------------------------
 
 
-def test_a_bias_of_positions_raises_by_name():
+def test_a_bias_of_positions_is_served_exactly():
     model = tiny("t5")
-    with (
-        replace_attention(model, "taylor"),
-        pytest.raises(ValueError, match=r"position_bias \(a bias added to each logit") as caught,
-    ):
-        logits(model, "t5")
-    assert "T5ForConditionalGeneration.encoder.block.0.layer.0.SelfAttention (layer 0)" in str(caught.value)
-    assert "with Taylor: position_bias" in str(caught.value)
-    assert 'Use method="exact"' in str(caught.value)
+    own = logits(model, "t5")
+    with replace_attention(model, "taylor") as report:
+        assert {layer.method for layer in report.layers} == {subquad.Exact()}
+        assert {layer.note for layer in report.layers} == {"because of its position bias"}
+        assert (logits(model, "t5") - own).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("method", ["exact", "taylor"])
@@ -309,35 +345,32 @@ def test_weights_raise_by_name(name, method):
         assert model(**inputs(name), output_attentions=True).attentions[0].shape[-1] == LENGTH
 
 
-def test_dropout_of_weights_is_for_exact_attention():
-    model = tiny("llama", attention_dropout=0.5).train()
-    with replace_attention(model, "exact"):
-        torch.manual_seed(0)
-        first = logits(model)
-        assert differ(logits(model), first)
-    with replace_attention(model, "taylor"):
-        with pytest.raises(ValueError, match=r"\(layer 0\) with Taylor: dropout \(dropout on the weights"):
-            logits(model)
-        logits(model.eval())
+DROPOUT = dict(llama="attention_dropout", gpt2="attn_pdrop", bert="attention_probs_dropout_prob",
+               bart="attention_dropout", whisper="attention_dropout")  # fmt: skip
 
 
-def test_static_caches_raise_by_name():
-    model = tiny("llama")
-    cache = transformers.StaticCache(config=model.config, max_cache_len=20)
-    with replace_attention(model, "taylor"):
-        with pytest.raises(ValueError, match="past_key_values: static caches are not supported"):
-            model.generate(**prompt("llama", "left"), max_new_tokens=3, cache_implementation="static")
-        with pytest.raises(ValueError, match=r"past_key_values \(a static cache"):
-            logits(model, past_key_values=cache)
+@pytest.mark.parametrize("name", DROPOUT)
+def test_dropout_of_weights_is_for_exact_attention(name):
+    model = tiny(name, **{DROPOUT[name]: 0.5}).train()
+    is_random = lambda: (logits(model, name) - logits(model, name)).abs().max() > 0.01
+    with replace_attention(model, "exact") as report:
+        assert is_random()
+        assert not any(layer.note for layer in report.layers)
+    with pytest.warns(UserWarning, match=r"dropout on the weights is removed from .* \(Taylor\(2\)\)"):
+        report = replace_attention(model, "taylor")
+    assert {layer.note for layer in report.layers} == {"dropout=0.5 removed"}
+    assert not is_random()
+    report.undo()
+    assert is_random()
 
 
-def test_speculative_decoding_raises():
-    model = tiny("llama")
-    with (
-        replace_attention(model, "taylor"),
-        pytest.raises(ValueError, match="tokens cannot be removed from a state of Taylor"),
-    ):
-        model.generate(torch.tensor([[5, 6, 5, 6, 5]]), prompt_lookup_num_tokens=2, max_new_tokens=9, do_sample=False)
+def test_dropout_of_a_model_with_a_name_is_removed_with_a_warning(tmp_path):
+    tiny("llama", attention_dropout=0.5).save_pretrained(tmp_path)
+    register(Taylor(2), "subquad_taylor")
+    named = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="subquad_taylor").train()
+    with pytest.warns(UserWarning, match="LlamaAttention: Taylor does not support dropout on the weights: removed"):
+        first = logits(named)
+    assert torch.equal(logits(named), first)
 
 
 @pytest.mark.parametrize(

@@ -17,13 +17,14 @@ try:
     from transformers import AttentionInterface, AttentionMaskInterface  # noqa: F401  (of version 5)
 except ImportError as error:
     raise ImportError(
-        "subquad.integrations.transformers needs transformers 5 or later: pip install 'subquad[transformers]'"
+        "subquad.integrations.transformers needs transformers 5 or later: pip install 'transformers>=5'"
     ) from error
 
 from subquad.integrations.transformers.attend import attend, register
-from subquad.integrations.transformers.cache import StateLayer, state_cache
+from subquad.integrations.transformers.cache import state_cache
 from subquad.integrations.transformers.mask import Mask
 from subquad.integrations.transformers.replace import replace_attention
+from subquad.integrations.transformers.state_layer import StateLayer
 
 __all__ = ["Mask", "StateLayer", "attend", "register", "replace_attention", "state_cache"]
 

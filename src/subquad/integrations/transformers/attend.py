@@ -1,5 +1,6 @@
 """The attention function for transformers: finds the method of a layer, reads its requests and its mask.
 
+    position bias, chunks of keys            -> exact attention, whatever the method
     sliding window, soft-capping, sinks      -> Window, whatever the method
     a mask that Window cannot express        -> torch's function and a matrix, if the method is exact attention
     otherwise                                -> the method
@@ -7,20 +8,25 @@
 Axes: b batch, n queries of this call, m keys of this call.
 """
 
+import re
+import warnings
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from subquad._engines import engine_of
 from subquad.attention import MethodLike, resolve, warn_about
+from subquad.integrations.transformers.cache import hold_state
 from subquad.integrations.transformers.compute import attend_to_all, attend_to_recent, attend_to_seen
 from subquad.integrations.transformers.layers import Choice, method_of, methods
 from subquad.integrations.transformers.mask import Mask, Seen, read
-from subquad.integrations.transformers.request import Request, planned, serve
+from subquad.integrations.transformers.request import Request, has_no_window, needs_exact, planned, serve
 from subquad.integrations.transformers.unsupported import EXACT_ONLY, NO_METHOD, Unsupported
 from subquad.methods import AnyMethod
+from subquad.methods.exact import Exact
 from subquad.planning.auto import Auto
 
 NAME = "subquad"
@@ -33,10 +39,11 @@ def register(method: MethodLike, name: str = NAME) -> None:
 
     Args:
         method: A method or its name, as for `attention`.
-        name: A name that begins with "subquad".
+        name: A name that begins with "subquad", of letters, digits, "_", "." and "-". transformers downloads names
+            with a slash from the Hub, and takes names with "flash" for FlashAttention.
 
     Raises:
-        ValueError: The name does not begin with "subquad", or the method is unknown.
+        ValueError: The name or the method is invalid.
 
     Example:
         >>> import torch
@@ -48,8 +55,11 @@ def register(method: MethodLike, name: str = NAME) -> None:
         >>> BertModel(config).eval()(torch.tensor([[1, 2, 3]])).last_hidden_state.shape
         torch.Size([1, 3, 8])
     """
-    if not name.startswith(NAME):  # Other names have a meaning in transformers.
-        raise ValueError(f'name: expected one that begins with "{NAME}", got {name!r}')
+    if not re.fullmatch(NAME + r"[\w.-]*", name) or "flash" in name:  # Other names have a meaning in transformers.
+        raise ValueError(
+            f'name: expected one that begins with "{NAME}", of letters, digits, "_", "." and "-", without "flash", '
+            f"got {name!r}"
+        )
     found = resolve(method)
     warn_about(found, stacklevel=2)
     methods[name] = found
@@ -80,8 +90,12 @@ def attend(
     Raises:
         ValueError: The method does not support a request or the mask; the message names the layer.
     """
-    method = chosen = method_of(layer)
-    assert method is not None and chosen is not None  # Otherwise transformers would have called another function.
+    chosen = method_of(layer)
+    assert chosen is not None  # Otherwise transformers would have called another function.
+    _watch(layer)
+    if engine_of(chosen) != "exact" and needs_exact(layer):
+        chosen = Exact()
+    method = chosen
     requested = {name: value for name, value in others.items() if value is not None and value is not False}
     requested |= dict(dropout=dropout) if dropout else {}
     request = Request(*(requested.get(name) for name in ("sliding_window", "softcap", "s_aux")))
@@ -91,9 +105,13 @@ def attend(
         _check(requested, NO_METHOD)
         seen = _seen(chosen, request, requested, key, attention_mask, is_causal)
         if seen is not None:
-            method = serve(chosen, replace(request, window=seen.window))
+            request = replace(request, window=seen.window)
+            if has_no_window(chosen, request, _length(query, key, attention_mask)):
+                request = replace(request, window=None)
+            method = serve(chosen, request)
         if seen is not None and engine_of(method) != "exact":
             _check(requested, EXACT_ONLY)
+            _warn_about_dropout(layer, method, dropout)
             output = attend_to_seen(query, key, value, seen, method=method, **options)
         else:
             given = (query, key, value, attention_mask, requested.get("position_bias"))
@@ -108,6 +126,32 @@ def attend(
         advice = error.advice(engine_of(chosen) == "exact") if isinstance(error, Unsupported) else ""
         raise ValueError(f"{place} with {type(method).__name__}: {error}{advice}") from error
     return output.transpose(1, 2).contiguous(), None
+
+
+def _watch(layer: Any) -> None:
+    """Make the cache of a layer whose method was selected by name hold states from the next call on."""
+    is_watched = hasattr(layer, "subquad_choice") or hasattr(layer, "subquad_is_watched")
+    if not is_watched and not torch.compiler.is_compiling():
+        layer.register_forward_pre_hook(hold_state, with_kwargs=True)
+        layer.subquad_is_watched = True
+
+
+def _length(query: Tensor, key: Tensor, mask: Mask | Tensor | None) -> int:
+    """Return the number of tokens so far, which a sliding cache that holds keys has dropped in part."""
+    if hasattr(key, "subquad_layer"):
+        length: int = key.subquad_layer.length_with(key)
+        return length
+    if isinstance(mask, Mask):
+        return mask.key_length + int(mask.arguments.get("kv_offset", 0))
+    return key.shape[-2] + (key.shape[-2] != query.shape[-2])  # A full cache returns as many keys as the window has.
+
+
+def _warn_about_dropout(layer: Any, method: AnyMethod | Auto, dropout: float) -> None:
+    if dropout and not hasattr(layer, "subquad_choice"):  # The report of `replace_attention` has listed it.
+        warnings.warn(
+            f"{type(layer).__name__}: {type(method).__name__} does not support dropout on the weights: removed",
+            stacklevel=3,
+        )
 
 
 def _check(requested: dict[str, Any], not_supported: dict[str, str]) -> None:
@@ -129,7 +173,7 @@ def _seen(
     if not needs_method:
         window = mask.rule.window if isinstance(mask, Mask) and mask.rule is not None else None
         hides_keys = window is not None and key.shape[-2] > window
-        if requested.keys() & EXACT_ONLY.keys() or not (hides_keys or hasattr(key, "subquad_layer")):
+        if requested.keys() & {"position_bias", "dropout"} or not (hides_keys or hasattr(key, "subquad_layer")):
             return None
     try:
         return read(mask, is_causal, key.shape[-2], request.window)

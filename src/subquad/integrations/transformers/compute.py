@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from subquad.attention import quiet_attention
-from subquad.integrations.transformers.cache import StateLayer
 from subquad.integrations.transformers.layers import keeps_state
 from subquad.integrations.transformers.mask import Mask, Seen, shown_pairs, visible_keys
+from subquad.integrations.transformers.state_layer import StateLayer, cut
 from subquad.methods import BlockSparse
 
 
@@ -84,20 +84,10 @@ def attend_to_seen(query: Tensor, key: Tensor, value: Tensor, seen: Seen, **opti
         output = quiet_attention(F.pad(query, (0, 0, before, 0)), key, value, **options)
         return output[:, :, before:]
     if before:
-        first, options = _cut(options, before)
-        _, state = quiet_attention(
-            query[:, :, :0], key[:, :, :before], value[:, :, :before], return_state=True, **first
-        )
-        key, value, options["state"] = key[:, :, before:], value[:, :, before:], state
+        (empty, *old, first), (query, key, value, options) = cut((query, key, value, options), before)
+        _, options["state"] = quiet_attention(empty, *old, return_state=True, **first)
     output = quiet_attention(query, key, value, **options)
     return output
-
-
-def _cut(options: dict[str, Any], before: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the options for the first keys, and for the others: masks of keys and segments are cut."""
-    masks = {name: options[name] for name in ("attn_mask", "segment_ids") if options[name] is not None}
-    first = options | {name: mask[..., :before] for name, mask in masks.items()}
-    return first, options | {name: mask[..., before:] for name, mask in masks.items()}
 
 
 def _with_bias(bias: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:

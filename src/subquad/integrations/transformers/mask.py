@@ -3,16 +3,16 @@
 Axes: b batch, n queries of this call, m keys of this call.
 """
 
-import inspect
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import masking_utils as rules
 
+from subquad._engines import engine_of
+from subquad.integrations.transformers.layers import methods
 from subquad.integrations.transformers.unsupported import Unsupported
 
 # All rules that a function of transformers makes have the same code.
@@ -40,16 +40,25 @@ class Mask:
     def __init__(self, **arguments: Any) -> None:
         self.arguments = arguments
         self.key_length: int = arguments["kv_length"]
+        self._known: dict[str, Any] = {}  # functools.cached_property has a lock, which torch.compile cannot trace
 
-    @cached_property
+    @property
     def matrix(self) -> Tensor | None:
         """(b, 1, n, m), True = attend, computed on first use; None if `is_causal` of the layer is enough."""
-        found: Tensor | None = rules.sdpa_mask(**self.arguments)
+        if "matrix" not in self._known:
+            self._known["matrix"] = rules.sdpa_mask(**self.arguments)
+        found: Tensor | None = self._known["matrix"]
         return found
 
-    @cached_property
+    @property
     def rule(self) -> Rule | None:
         """The rule, if it is a combination of causality, a sliding window and packed sequences; otherwise None."""
+        if "rule" not in self._known:
+            self._known["rule"] = self._read_rule()
+        found: Rule | None = self._known["rule"]
+        return found
+
+    def _read_rule(self) -> Rule | None:
         windows: dict[Any, int] = {}
         is_causal, segments = False, None
         for part in _parts(self.arguments["mask_function"]):
@@ -57,16 +66,16 @@ class Mask:
             if part is rules.causal_mask_function:
                 is_causal = True
             elif code in (WINDOW, WINDOW_OF_BOTH_SIDES) and not windows:
-                windows[code] = inspect.getclosurevars(part).nonlocals["sliding_window"]
+                windows[code] = _nonlocal(part, "sliding_window")
             elif code is PACKED and segments is None:
-                segments = inspect.getclosurevars(part).nonlocals["packed_sequence_mask"]
+                segments = _nonlocal(part, "packed_sequence_mask")
             elif part is not rules.bidirectional_mask_function:
                 return None
         if WINDOW in windows:  # It does not limit the keys after a query.
             return Rule(True, windows[WINDOW], segments) if is_causal else None
         return Rule(is_causal, windows[WINDOW_OF_BOTH_SIDES] + 1 if windows else None, segments)
 
-    @cached_property
+    @property
     def padding(self) -> Tensor | None:
         """(b, m), True = attend."""
         given, first = self.arguments.get("attention_mask"), self.arguments.get("kv_offset", 0)
@@ -75,9 +84,19 @@ class Mask:
         missing = first + self.key_length - given.shape[-1]
         return F.pad(given, (0, max(0, missing)))[:, first : first + self.key_length]
 
-    def contiguous(self) -> NoReturn:
-        """Raise ValueError: `generate` calls this for static caches, whose masks it creates before the model runs."""
-        raise ValueError('past_key_values: static caches are not supported; remove cache_implementation="static"')
+    def contiguous(self) -> Tensor | None:
+        """Return the matrix; `generate` calls this for static caches, whose masks it creates before the model runs.
+
+        Raises:
+            ValueError: The method that was selected by name needs more than a matrix.
+        """
+        method = methods[self.arguments["config"]._attn_implementation]
+        if engine_of(method) != "exact":
+            raise ValueError(
+                f"past_key_values: static caches are not supported by {type(method).__name__} when it is selected by "
+                'name; call replace_attention, or remove cache_implementation="static"'
+            )
+        return self.matrix
 
     @property
     def is_static(self) -> bool:
@@ -90,7 +109,18 @@ def _parts(rule: Any) -> list[Any]:
     """Return the rules that a rule combines, all of which must hold."""
     if getattr(rule, "__code__", None) is not AND:
         return [rule]
-    return [part for inner in inspect.getclosurevars(rule).nonlocals["mask_functions"] for part in _parts(inner)]
+    return [part for inner in _nonlocal(rule, "mask_functions") for part in _parts(inner)]
+
+
+def _nonlocal(function: Any, name: str) -> Any:
+    """Return a variable of an enclosing function, which torch.compile cannot trace."""
+    if torch.compiler.is_compiling():
+        raise ValueError(
+            "attention_mask: torch.compile(fullgraph=True) cannot trace sliding windows and packed sequences. A model "
+            "without windows looks for the latter if it has neither a mask nor a cache: pass attention_mask="
+            "torch.ones_like(input_ids). For a model with windows, use fullgraph=False."
+        )
+    return function.__closure__[function.__code__.co_freevars.index(name)].cell_contents
 
 
 @dataclass(frozen=True)
@@ -136,7 +166,8 @@ def visible_keys(mask: Mask | Tensor | None, m: int) -> Tensor | None:
         shown = shown_pairs(mask)
         return shown[..., shown.shape[-1] - m :].any(-2, keepdim=True)
     keys = None if mask.padding is None else mask.padding[:, mask.key_length - m :]
-    return None if keys is None or bool(keys.all()) else keys[:, None, None]
+    hides_none = keys is None or (not torch.compiler.is_compiling() and bool(keys.all()))  # It depends on data.
+    return None if hides_none or keys is None else keys[:, None, None]
 
 
 def shown_pairs(mask: Tensor) -> Tensor:

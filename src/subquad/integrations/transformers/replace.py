@@ -1,7 +1,10 @@
 """Give the attention layers of a Hugging Face model another method, and undo it."""
 
 import copy
+import inspect
+import warnings
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -10,9 +13,9 @@ from transformers.cache_utils import Cache
 
 from subquad.attention import MethodLike, resolve, warn_about
 from subquad.integrations.transformers.attend import NAME
-from subquad.integrations.transformers.cache import hold_states
+from subquad.integrations.transformers.cache import hold_state, hold_states
 from subquad.integrations.transformers.layers import Choice, layers_of, method_of
-from subquad.integrations.transformers.request import planned
+from subquad.integrations.transformers.request import dropout_of, planned
 from subquad.integrations.transformers.unsupported import NO_METHOD
 from subquad.nn.report import Replacement, Replacements, check_layers, describe
 
@@ -22,9 +25,12 @@ def replace_attention(
 ) -> Replacements:
     """Give the attention layers of a Hugging Face model another method, in place.
 
-    Parameters are not changed. `generate` then keeps a `State` in its cache, for methods that have one. Layers with a
-    sliding window, logit soft-capping or learned sinks get a `Window` with the same options, which is exact; the report
-    lists them.
+    Parameters are not changed. Caches then hold a `State`, for methods that have one: those of `generate`, those that
+    the model creates itself, and those that are passed in, even if they hold keys.
+
+    Layers that the method cannot serve get what they need, and the report lists them: a sliding window, logit
+    soft-capping or learned sinks a `Window` with the same options, which is exact; a position bias or chunks of keys
+    `Exact`. Dropout on the weights is removed where the method does not support it.
 
     Args:
         model: A transformers model.
@@ -58,14 +64,20 @@ def replace_attention(
     method = resolve(method)
     found = _attention_layers(model)
     selected = check_layers(layers, len(found))
-    rows = []
+    rows, without_dropout = [], []
     for number, (name, layer) in enumerate(found.items()):
         before, _ = planned(layer, method_of(layer))
         label = layer.config._attn_implementation if before is None else describe(before)
-        rows.append(Replacement(number, name, label, *planned(layer, method if number in selected else None)))
+        now, note = planned(layer, method if number in selected else None)
+        if now is not None and (dropout := dropout_of(layer, method, now)):
+            without_dropout.append(f"{name} ({describe(now)})")
+            note = f"{note}; dropout={dropout} removed".removeprefix("; ")
+        rows.append(Replacement(number, name, label, now, note))
     report = Replacements(tuple(rows))
     _exchange(model, found, method, report)
     warn_about(method, stacklevel=2)
+    if without_dropout:
+        warnings.warn(f"dropout on the weights is removed from {', '.join(without_dropout)}", stacklevel=2)
     return report
 
 
@@ -91,7 +103,9 @@ def _exchange(model: PreTrainedModel, found: dict[str, Any], method: Any, report
 
     chosen = [(row, found[row.name]) for row in report.layers if row.method is not None]
     for row, layer in chosen:
-        put(layer, "subquad_choice", Choice(method, f"{type(model).__name__}.{row.name} (layer {row.number})"))
+        # An `Auto` that remembers does so for each layer: their logits differ.
+        own = copy.copy(method) if getattr(method, "remember", False) else method
+        put(layer, "subquad_choice", Choice(own, f"{type(model).__name__}.{row.name} (layer {row.number})"))
     if len(chosen) == len(found):
         for config in _configs_of(model):
             put(config, "_attn_implementation_internal", NAME)
@@ -101,7 +115,13 @@ def _exchange(model: PreTrainedModel, found: dict[str, Any], method: Any, report
         for _, layer in chosen:
             put(layer, "config", copy.copy(layer.config))
             put(layer.config, "_attn_implementation_internal", NAME)
-    report._undo_steps.append(model.register_forward_pre_hook(_prepare, with_kwargs=True).remove)
+    for _, layer in chosen:
+        report._undo_steps.append(layer.register_forward_pre_hook(hold_state, with_kwargs=True).remove)
+    if hasattr(model, "_prepare_cache_for_generation"):
+        put(model, "_prepare_cache_for_generation", partial(_prepare_cache, model))
+    report._undo_steps.append(model.register_forward_pre_hook(_refuse_weights, with_kwargs=True).remove)
+    choices = {row.name: layer.subquad_choice for row, layer in chosen}
+    report._is_in_place = lambda name: getattr(found[name], "subquad_choice", None) is choices[name]
 
 
 def _configs_of(model: nn.Module) -> Iterator[PreTrainedConfig]:
@@ -110,15 +130,23 @@ def _configs_of(model: nn.Module) -> Iterator[PreTrainedConfig]:
     return (config for config in configs.values() if isinstance(config, PreTrainedConfig))
 
 
-def _prepare(model: Any, _: Any, arguments: dict[str, Any]) -> None:
-    """Make an empty cache, such as the one of `generate`, hold states; called before each forward of a model."""
+def _prepare_cache(model: Any, *arguments: Any, **keywords: Any) -> None:
+    """Create the cache of `generate`, as transformers does, and make it hold states."""
+    create = type(model)._prepare_cache_for_generation
+    create(model, *arguments, **keywords)
+    given = inspect.signature(create).bind(model, *arguments, **keywords).arguments
+    cache = given["model_kwargs"].get("past_key_values")
+    if isinstance(cache, Cache) and not cache.get_seq_length():
+        hold_states(model, cache)
+        if given["generation_config"].is_assistant:  # Its tokens are proposals, which may be removed.
+            cache.activate_past_recording()
+
+
+def _refuse_weights(model: Any, _: Any, arguments: dict[str, Any]) -> None:
+    """Raise ValueError if weights are requested: not all models pass this argument to their layers."""
     weights = arguments.get("output_attentions") or getattr(model.config, "output_attentions", False)
     if weights and any(method_of(layer) for layer in layers_of(model).values()):
-        # Not all models pass this argument to their layers, so it is checked here as well.
         raise ValueError(
             f"{type(model).__name__}: output_attentions ({NO_METHOD['output_attentions']}) is not supported; "
             'use attn_implementation="eager"'
         )
-    cache = arguments.get("past_key_values")
-    if isinstance(cache, Cache) and not cache.get_seq_length():
-        hold_states(model, cache)

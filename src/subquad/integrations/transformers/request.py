@@ -1,8 +1,9 @@
 """What a layer asks for besides plain attention, and the method that serves it.
 
-    a sliding window of w keys             Window(w)
+    a bias of positions, chunks            Exact()
+    a sliding window of w keys             Window(w); the chosen method, if it has states, up to w tokens
     logit soft-capping, learned sinks      Window(w or None, softcap=..., sink_logits=...), which is exact
-    neither                                the method that was chosen for the layer
+    none of these                          the method that was chosen for the layer
 
 The size counts the query's own key, as transformers' `sliding_window` does. At a call the mask decides whether there is
 a window. Before it, `request_of` reads what the layer is going to ask for, for the report and for the cache.
@@ -16,8 +17,11 @@ from typing import Any
 from torch import Tensor
 
 from subquad._engines import engine_of
+from subquad.integrations.transformers.layers import keeps_state
 from subquad.methods import AnyMethod
+from subquad.methods.exact import Exact
 from subquad.methods.window import Window
+from subquad.nn.report import describe
 from subquad.planning.auto import Auto
 
 
@@ -61,12 +65,40 @@ def serve(method: AnyMethod | Auto, request: Request) -> AnyMethod | Auto:
 
 def planned(layer: Any, method: AnyMethod | Auto | None) -> tuple[AnyMethod | Auto | None, str]:
     """Return the method that will serve a layer for which `method` was chosen, and a note if it is another one."""
+    if method is None:
+        return None, ""
+    if engine_of(method) != "exact" and (reason := needs_exact(layer)):
+        return Exact(), f"because of {reason}"
     request = request_of(layer)
-    if method is None or not request.reason:
+    if not request.reason:
         return method, ""
     is_replaced = request.window is not None or engine_of(method) != "sparse"
     prefix = "exact, " if is_replaced and engine_of(method) != "exact" else ""
-    return serve(method, request), f"{prefix}because of {request.reason}"
+    length = short_length(layer, method)
+    suffix = f"; {describe(method)} up to {length:,} tokens" if length else ""
+    return serve(method, request), f"{prefix}because of {request.reason}{suffix}"
+
+
+def needs_exact(layer: Any) -> str:
+    """Return what a layer asks for that exact attention alone serves; empty if there is nothing."""
+    if "position_bias" in _keywords(layer.__class__):
+        return "its position bias"
+    return "its chunks of keys" if _type_of(layer) == "chunked_attention" else ""
+
+
+def short_length(layer: Any, method: AnyMethod | Auto | None) -> int:
+    """Return the length up to which a layer with a window gets the chosen method; 0 if it does not depend on that."""
+    request = request_of(layer)
+    return request.window if request.window is not None and has_no_window(method, request, request.window) else 0
+
+
+def has_no_window(method: AnyMethod | Auto | None, request: Request, length: int) -> bool:
+    """Return whether a sequence is so short that its layer, with a window, gets the chosen method.
+
+    `Window` is exact, so it stays where exact attention was chosen, and where the weights have to be changed anyway.
+    """
+    is_short = request.window is not None and length <= request.window
+    return is_short and keeps_state(method) and not request.changes_weights
 
 
 def request_of(layer: Any) -> Request:
@@ -79,14 +111,30 @@ def request_of(layer: Any) -> Request:
     )
 
 
+def dropout_of(layer: Any, chosen: AnyMethod | Auto, method: AnyMethod | Auto) -> float:
+    """Return the dropout on the weights of a layer, if the method that serves it does not support that; otherwise 0."""
+    request = request_of(layer)
+    # Windows alone are masks, so exact attention serves them with dropout.
+    if engine_of(method) == "exact" or (engine_of(chosen) == "exact" and not request.changes_weights):
+        return 0.0
+    names = inspect.unwrap(layer.__class__.forward).__code__.co_names
+    found = [getattr(layer, name, 0.0) for name in names if "dropout" in name and not name.startswith("resid")]
+    return max([getattr(dropout, "p", dropout) for dropout in found], default=0.0)
+
+
 def _window_of(layer: Any) -> int | None:
-    types, index = getattr(layer.config, "layer_types", None), getattr(layer, "layer_idx", None)
-    if types is not None and index is not None and index < len(types) and types[index] != "sliding_attention":
+    if _type_of(layer) not in (None, "sliding_attention"):
         return None
     # Cross-attention shares the config of a decoder but not its window.
     shared = getattr(layer.config, "sliding_window", None) if getattr(layer, "is_causal", True) else None
     found = getattr(layer, "sliding_window", shared)
     return found if isinstance(found, int) and found > 0 else None
+
+
+def _type_of(layer: Any) -> str | None:
+    """Return the entry of a layer in the config's `layer_types`, or None."""
+    types, index = getattr(layer.config, "layer_types", None), getattr(layer, "layer_idx", None)
+    return types[index] if types is not None and index is not None and index < len(types) else None
 
 
 @cache

@@ -8,7 +8,6 @@ NO_METHOD = {  # not supported by any method here
 }
 EXACT_ONLY = {  # needs a weight for each pair of query and key
     "position_bias": "a bias added to each logit",
-    "dropout": "dropout on the weights in training; model.eval() disables it",
 }
 
 
