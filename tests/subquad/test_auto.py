@@ -94,7 +94,7 @@ def test_all_kinds_of_choices_are_among_those_tested() -> None:
 
 def test_a_graph_cannot_decide() -> None:
     compiled = torch.compile(lambda *x: attention(*x, method="auto"), backend="eager", fullgraph=True)
-    with pytest.raises(Exception, match=r"Auto decides by numbers, which torch\.compile does not know"):
+    with pytest.raises(Exception, match=r"Auto decides by numbers, which a fixed graph does not have"):
         compiled(*drawn(0, 20, 4, 0.1, "normal"))
 
 
