@@ -34,7 +34,7 @@ _tracing_state = find_internal("_C._get_tracing_state")
 _dispatch_modes = find_internal("_C._len_torch_dispatch_stack")
 _forward_ad = find_internal("autograd.forward_ad")
 _register_pytree_node = find_internal("utils._pytree.register_pytree_node")
-_fake = find_internal("_subclasses.FakeTensor")
+_assert_async = find_internal("_assert_async")
 find_internal("autograd.forward_ad._current_level")  # read at call time below
 
 
@@ -76,7 +76,12 @@ def has_open_size(*sizes: int) -> bool:
 
 def has_numbers(tensor: Tensor) -> bool:
     """Return whether a tensor is more than a shape: neither on the device "meta" nor of a FakeTensorMode."""
-    return not tensor.is_meta and not isinstance(tensor, _fake)
+    return not tensor.is_meta and type(tensor).__name__ != "FakeTensor"  # by name: the class is slow to import
+
+
+def assert_later(condition: Tensor, text: str) -> None:
+    """Check a condition when the recorded program runs; raise RuntimeError with the text if it does not hold."""
+    _assert_async(condition, text)
 
 
 def outside_graph(function: Callable[..., Any], reason: str) -> Callable[..., Any]:

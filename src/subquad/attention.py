@@ -45,7 +45,18 @@ def resolve(method: MethodLike) -> AnyMethod | Auto:
     """Return the method with this name, or the method itself."""
     if isinstance(method, Auto):
         return method
-    return Auto() if isinstance(method, str) and method == "auto" else resolve_named(method, ("auto",))
+    if isinstance(method, str) and method.partition(":")[0] == "auto":
+        return _auto_named(method)
+    return resolve_named(method, ("auto",))
+
+
+def _auto_named(spec: str) -> Auto:
+    """Return `Auto()` for "auto", and `Auto(0.1)` for "auto:0.1"."""
+    _, colon, text = spec.partition(":")
+    try:
+        return Auto(float(text)) if colon else Auto()
+    except ValueError:
+        raise ValueError(f"method: expected a number above 0 for max_error in {spec!r}, got {text!r}") from None
 
 
 def warn_about(method: AnyMethod | Auto, stacklevel: int) -> None:
@@ -113,7 +124,7 @@ def attention(
             its square root.
         enable_gqa: Let several query heads share a key head, as in torch.
         method: A method, an object with the `FeatureMap` protocol, or a name: "exact", "taylor" or "taylor:DEGREE",
-            "random:FEATURES", "linear:ACTIVATION", "separable", "window:SIZE", "multipole:TOP" or "auto".
+            "random:FEATURES", "linear:ACTIVATION", "separable", "window:SIZE", "multipole:TOP" or "auto:ERROR".
         key_padding_mask: (..., m) or (..., key heads, m), True = attend.
         segment_ids: (..., n), integers, with n = m, for packed sequences: tokens see only their own segment, a run of
             equal ids.

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import subquad
 from calls import relative
 from subquad import Auto, Exact, Linear, Multipole, RandomFeatures, Separable, Taylor, Window, attention, native
+from subquad.native.calls import MAPS
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*weights can be negative"),
@@ -243,3 +244,24 @@ def test_fake_tensors_give_shapes(name) -> None:
         for is_causal in (False, True):
             out = attention(q, k, v[..., :6], is_causal=is_causal, method=SHAPED[name])
             assert (out.shape, out.dtype, out.device.type) == ((2, 4, 20, 6), torch.float32, "cpu")
+
+
+def test_a_trace_refuses_lengths_that_it_was_not_made_for() -> None:
+    q, k, v = torch.randn(3, 1, 2, 100, 8).unbind()
+    traced = torch.jit.trace(lambda *x: attention(*x, is_causal=True, method="taylor"), (q, k, v))
+    for n, m in ((130, 90), (90, 130), (4000, 10)):
+        other = torch.randn(1, 2, n, 8), *torch.randn(2, 1, 2, m, 8).unbind()
+        with pytest.raises(RuntimeError, match=r"as many queries as keys|size of tensor|must match|invalid for input"):
+            traced(*other)
+    with pytest.raises(ValueError, match="different numbers of queries and keys"):
+        torch.jit.trace(lambda *x: attention(*x, is_causal=True, method="taylor"), (q[:, :, :50], k, v))
+
+
+def test_the_operator_checks_its_shapes() -> None:
+    q, k, v = torch.randn(2, 1, 20, 8), torch.randn(2, 20, 8), torch.randn(2, 20, 4)
+    numbers = (MAPS["elu"], 0, 8, 1.0, 1.0, True, True, 0, False)
+    rest = (None,) * 6
+    assert torch.ops.subquad.forward(q, k, v, *rest, *numbers)[0].shape == (2, 1, 20, 4)
+    for other in ((q[:, :, :9], k, v), (q[..., :5], k, v), (q, k[:1], v), (q, k, v[:, :9])):
+        with pytest.raises(ValueError, match="subquad::forward: "):
+            torch.ops.subquad.forward(*other, *rest, *numbers)

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from calls import METHODS
 from subquad import Exact, Multipole, Window, attention
+from subquad._calls.masks import unexpanded
 
 ALL = {
     **{name: method for name, method in METHODS.items() if getattr(method, "warning", None) is None},
@@ -85,3 +86,28 @@ def test_with_a_state_a_causal_matrix_is_refused_and_a_row_is_remembered(name: s
             attention(
                 q, k, v, torch.ones(N, N, dtype=torch.bool).tril(), method=ALL[name], state=state, is_causal=False
             )
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_row_whose_keys_are_all_far_below_is_a_bias(name: str) -> None:
+    """Exact attention averages its values, so that it is not hidden."""
+    q, k, v = drawn()
+    mask = torch.zeros(N, N)
+    mask[3] = -1e9
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask)
+    for given in (mask, mask[3:4]):
+        if name == "exact":
+            expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, given)
+            torch.testing.assert_close(attention(q, k, v, given, method="exact"), expected)
+        else:
+            with pytest.raises(ValueError, match="a bias added to each logit"):
+                attention(q, k, v, given, method=ALL[name])
+
+
+def test_a_mask_that_repeats_itself_is_read_once() -> None:
+    causal = as_numbers(torch.ones(N, N, dtype=torch.bool).tril())
+    assert unexpanded(causal.expand(2, 4, N, N)).shape == (1, 1, N, N)
+    assert unexpanded(KEEP.expand(2, 4, N, N)).shape == (1, 1, 1, N)
+    q, k, v = drawn()
+    found = attention(q, k, v, causal.expand(2, 4, N, N), method="taylor")
+    assert torch.equal(found, attention(q, k, v, is_causal=True, method="taylor"))

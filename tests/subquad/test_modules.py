@@ -721,6 +721,7 @@ def test_dropout_on_weights_is_removed_and_reported():
         warnings.simplefilter("error")
         for again in (replace_attention(kept, "exact"), replace_attention(model, "taylor")):
             assert [layer.note for layer in again.layers] == ["", ""]
+    again.undo()
     assert kept.layers[0].self_attn.dropout == 0.1
     report.undo()
     assert model.layers[0].self_attn.dropout == 0.1
@@ -1025,3 +1026,15 @@ def test_an_exact_transformer_is_torch_s():
     output = model(x, target, **options)
     assert_same(output, expected)
     assert_same(torch.autograd.grad(output.square().sum(), model.parameters()), gradients)
+
+
+def test_a_bias_in_a_graph_is_noticed_when_it_runs():
+    layer = module_of("taylor")
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    given = inputs(layer)
+    hidden = torch.zeros(BATCH, KEYS)
+    hidden[0, -1] = -torch.inf
+    found = compiled(*given, need_weights=False, key_padding_mask=hidden)[0]
+    assert_same(found, layer(*given, need_weights=False, key_padding_mask=hidden)[0])
+    with pytest.raises(RuntimeError, match="does not support a bias"):
+        compiled(*given, need_weights=False, key_padding_mask=hidden + 0.5)

@@ -611,7 +611,7 @@ def test_what_it_cannot_do_is_refused() -> None:
     with pytest.raises(ValueError, match="dropout_p"):
         attention(q, k, v, dropout_p=0.1, method="multipole")
     with pytest.raises(ValueError, match="attn_mask"):
-        attention(q, k, v, torch.ones(9, 9, dtype=torch.bool), method="multipole")
+        attention(q, k, v, torch.eye(9, dtype=torch.bool), method="multipole")
     _, state = attention(q, k, v, is_causal=True, method="multipole", return_state=True)
     with pytest.raises(ValueError, match="state: expected one made by"):
         attention(q, k, v, is_causal=True, method=SMALL, state=state)

@@ -156,7 +156,7 @@ def test_what_the_method_does_not_serve_is_left_to_torch_with_the_reason():
         assert torch.equal(F.scaled_dot_product_attention(q, k, v, bias), TORCH(q, k, v, bias))
         assert torch.equal(F.scaled_dot_product_attention(q, k, v, bias > 0), TORCH(q, k, v, bias > 0))
         assert F.scaled_dot_product_attention(q, k, v, dropout_p=0.5).shape == q.shape
-        with pytest.raises(RuntimeError):  # torch's own error
+        with pytest.raises(ValueError, match="key: expected width 8, like the query, got 3"):
             F.scaled_dot_product_attention(q, k[..., :3], v)
     reasons = [each.reason.partition(":")[0] for each in routing.calls if each.method is None]
     assert reasons == ["attn_mask", "attn_mask", "dropout_p"]
@@ -173,7 +173,7 @@ def test_lengths_of_one_kind_are_one_row():
             F.scaled_dot_product_attention(q[:, :, :1], k[:, :, :length], v[:, :, :length])
     assert [(x.count, x.queries, x.keys) for x in routing.calls] == [(3, (1, 1), (3, 9))]
     assert "3 to 9" in str(routing)
-    assert repr(routing) == "Routing(Linear('elu'), 3 calls)"
+    assert repr(routing) == "Routing(Linear('elu'), calls=3)"
 
 
 def test_auto_tells_what_it_chose():
@@ -238,7 +238,6 @@ def test_an_encoder_of_torch_computes_as_after_replace_attention(method, trainin
 
 
 def test_a_block_without_calls_says_what_may_be_wrong(monkeypatch):
-    monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)
     monkeypatch.delitem(sys.modules, __name__)  # It holds the function, by the name TORCH.
     with pytest.warns(UserWarning, match=r"sdpa: no call .* need_weights=True"), sdpa("taylor"):
         pass
@@ -260,3 +259,119 @@ def test_an_unknown_method_changes_nothing():
     with pytest.raises(ValueError, match=r"did you mean 'taylor'\?"):
         sdpa("tailor")
     assert F.scaled_dot_product_attention is TORCH
+
+
+def test_a_learned_bias_stays_with_torch_whatever_it_is_now():
+    q, k, v = drawn()
+    bias = nn.Parameter(torch.zeros(30, 30))
+    with sdpa("taylor") as routing:
+        F.scaled_dot_product_attention(q, k, v, bias).square().sum().backward()
+    assert bias.grad is not None
+    assert routing.calls[0].method is None
+    with pytest.raises(ValueError, match="a bias added to each logit"):
+        attention(q, k, v, bias, method="taylor")
+
+
+@pytest.mark.parametrize("method", ["exact", "taylor"])
+def test_masks_with_a_function_of_their_own_keep_it(method):
+    from torch.nn.attention.bias import causal_upper_left
+
+    q, k, v = drawn()
+    with sdpa(method) as routing:
+        found = F.scaled_dot_product_attention(q, k, v, attn_mask=causal_upper_left(30, 30))
+    assert torch.equal(found, attention(q, k, v, is_causal=True, method=method))
+    assert [(each.is_causal, each.reason) for each in routing.calls] == [(True, "")]
+
+
+def test_another_wrapper_around_ours_does_not_make_it_call_itself(monkeypatch):
+    routing = sdpa("taylor")
+    inner = F.scaled_dot_product_attention
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *x, **options: inner(*x, **options))
+    routing.undo()
+    q, k, v = drawn()
+    bias = torch.linspace(-1, 1, 900).reshape(30, 30)
+    with sdpa("linear"):
+        assert torch.equal(F.scaled_dot_product_attention(q, k, v), attention(q, k, v, method="linear"))
+        assert torch.equal(F.scaled_dot_product_attention(q, k, v, bias), TORCH(q, k, v, bias))
+    assert torch.equal(F.scaled_dot_product_attention(q, k, v), TORCH(q, k, v))
+    monkeypatch.undo()
+    F.scaled_dot_product_attention = TORCH
+
+
+def test_an_error_inside_a_map_is_not_hidden():
+    class Broken:
+        positive = True
+
+        def size(self, width: int) -> int:
+            return width
+
+        def __call__(self, x: Tensor, *, is_query: bool = False) -> Tensor:
+            raise ValueError("a mistake in my map")
+
+    with pytest.raises(ValueError, match="a mistake in my map"), sdpa(Broken()):
+        called()
+
+
+@pytest.mark.parametrize("method", ["multipole", "auto"])
+def test_methods_that_no_program_can_record_raise_in_it(method):
+    with pytest.raises(ValueError, match="trace"), sdpa(method):
+        torch.jit.trace(lambda q, k, v: F.scaled_dot_product_attention(q, k, v), drawn(), check_trace=False)
+
+
+def test_a_program_cannot_read_a_mask_and_says_so():
+    mask = torch.ones(30, 30, dtype=torch.bool).tril()
+    compiled = torch.compile(
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, mask), backend="eager", fullgraph=True
+    )
+    with pytest.raises(Exception, match=r"a recorded program cannot tell .* pass is_causal=True"), sdpa("taylor"):
+        compiled(*drawn())
+    with sdpa("taylor"), warnings.catch_warnings():
+        warnings.simplefilter("error")  # A block of compiled calls is no block without calls.
+        q, k, v = drawn()
+        torch.compile(lambda q: F.scaled_dot_product_attention(q, k, v), backend="eager")(q)
+
+
+def test_generators_and_coroutines_are_refused():
+    def generator():
+        yield called()
+
+    async def coroutine():
+        return called()
+
+    for function in (generator, coroutine):
+        with pytest.raises(TypeError, match=r"computes after it has returned; write `with subquad\.sdpa"):
+            sdpa("taylor")(function)
+
+
+def test_tasks_do_not_see_each_other():
+    import asyncio
+
+    async def routed() -> Tensor:
+        with sdpa("linear"):
+            await asyncio.sleep(0.01)
+            found = called()
+            await asyncio.sleep(0.01)
+        return found
+
+    async def plain() -> Tensor:
+        await asyncio.sleep(0.005)
+        return called()
+
+    async def both() -> list[Tensor]:
+        return await asyncio.gather(routed(), plain(), routed())
+
+    first, middle, last = asyncio.run(both())
+    assert torch.equal(first, by("linear")) and torch.equal(last, first)
+    assert torch.equal(middle, TORCH(*drawn(), is_causal=True))
+
+
+def test_a_routing_can_be_entered_again_and_inside_itself():
+    routing = sdpa("linear")
+    with routing:
+        with routing:
+            assert torch.equal(called(), by("linear"))
+        assert torch.equal(called(), by("linear"))
+    assert F.scaled_dot_product_attention is TORCH
+    with routing:
+        assert torch.equal(called(), by("linear"))
+    assert [each.count for each in routing.calls] == [3]

@@ -466,7 +466,7 @@ REFUSED = {
     ),
     "dropout_p: expected 0": lambda: attention(*draw(), dropout_p=0.1, enable_gqa=True, method=Window(3)),
     "attn_mask: .* a choice for each pair": lambda: attention(
-        *draw(), torch.ones(41, 41, dtype=torch.bool), enable_gqa=True, method=Window(3)
+        *draw(), torch.eye(41, dtype=torch.bool), enable_gqa=True, method=Window(3)
     ),
 }
 

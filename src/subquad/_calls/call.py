@@ -21,6 +21,7 @@ from subquad._calls.masks import (
     numbered_segments,
     shown_by,
     split_pairs,
+    unexpanded,
     unfactored,
 )  # fmt: skip
 from subquad._calls.state import State
@@ -137,8 +138,8 @@ class Call(NamedTuple):
 
     def _from_pairs(self, attn_mask: Tensor) -> "Call":
         """Return the call with the keys and the causality that a matrix stands for."""
-        shown = shown_by(attn_mask)
-        split = None if shown is None or shown.shape[-2] != self.layout.queries else split_pairs(shown)
+        shown = None if attn_mask.shape[-2] != self.layout.queries else shown_by(unexpanded(attn_mask))
+        split = None if shown is None else split_pairs(shown)
         if split is None or (split[1] and self.is_stateful):  # A causal matrix does not say where the state's keys are.
             raise unfactored(attn_mask, 'use method="exact"')
         keys, is_causal = split

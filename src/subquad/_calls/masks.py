@@ -14,30 +14,48 @@ import torch
 from torch import Tensor
 
 from subquad._calls.layout import Layout
-from subquad._torch_internals import has_numbers, in_trace
+from subquad._torch_internals import has_numbers, in_trace, in_vmap
 
 # An attn_mask hides keys from all queries, differs between query heads that share a key head, or treats pairs.
 MaskKind = Literal["keys", "heads", "pairs"]
 
-HIDING = -1e4  # A number at most this large hides: its exponential is 0 in every dtype.
+# A finite number at most this large hides a key from a row that sees another one: next to it, the weight is 0 in every
+# dtype.
+HIDING = -1e4
+
+
+class NotServed(ValueError):
+    """A valid argument that the method does not support; the message begins with its name."""
 
 
 def is_true(condition: Tensor) -> bool | None:
     """Return whether a condition holds; None where it is not known: in recorded programs, vmap, the meta device."""
-    if torch.compiler.is_compiling() or in_trace() or not has_numbers(condition):
+    if torch.compiler.is_compiling() or in_trace() or in_vmap() or not has_numbers(condition):
         return None
-    try:
-        return bool(condition)
-    except RuntimeError:
-        return None
+    return bool(condition)
+
+
+def only_hides(numbers: Tensor) -> Tensor:
+    """Return whether numbers that are added to the logits do nothing but hide keys."""
+    shown = numbers == 0
+    hidden = (numbers <= HIDING) & shown.any(-1, keepdim=True)
+    return (shown | hidden | (numbers == -torch.inf)).all()
 
 
 def shown_by(attn_mask: Tensor) -> Tensor | None:
     """Return a mask as booleans, True = attend; None if it adds numbers to the logits, or cannot be read."""
     if attn_mask.dtype == torch.bool:
         return attn_mask
-    shown = attn_mask == 0
-    return shown if is_true((shown | (attn_mask <= HIDING)).all()) else None
+    if attn_mask.requires_grad and torch.is_grad_enabled():  # a bias that is learned, whatever it is now
+        return None
+    return attn_mask == 0 if is_true(only_hides(attn_mask)) else None
+
+
+def unexpanded(mask: Tensor) -> Tensor:
+    """Return a mask with size 1 where it repeats itself, so that nothing is read twice."""
+    for axis, (size, stride) in enumerate(zip(mask.shape[:-1], mask.stride()[:-1], strict=True)):
+        mask = mask.narrow(axis, 0, 1) if size > 1 and stride == 0 else mask
+    return mask
 
 
 def split_pairs(shown: Tensor) -> tuple[Tensor, bool] | None:
@@ -71,19 +89,19 @@ def folded_key_mask(layout: Layout, attn_mask: Tensor) -> Tensor:
     return layout.fold_mask("attn_mask", by_key[(None,) * missing], layout.keys)
 
 
-def unfactored(attn_mask: Tensor, way_out: str) -> ValueError:
+def unfactored(attn_mask: Tensor, way_out: str) -> NotServed:
     """Return the error for an attn_mask of pairs, with the alternative that works."""
     if attn_mask.dtype != torch.bool:
-        return ValueError(
+        return NotServed(
             f"attn_mask: got {attn_mask.dtype}, a bias added to each logit, which only exact attention supports; "
-            "expected a boolean mask, or one of 0 and -inf, of shape (..., 1, keys). Where its numbers cannot be read, "
-            f"as under torch.compile, pass a boolean one. For a bias, {way_out}."
+            "expected booleans, or numbers that are all 0 or -inf. Where they cannot be read, as under torch.compile, pass "
+            f"booleans of shape (..., 1, keys). For a bias, {way_out}."
         )
-    return ValueError(
+    return NotServed(
         f"attn_mask: got shape {tuple(attn_mask.shape)}, a choice for each pair of query and key, which only exact "
         "attention supports; expected a query dimension of 1. Use is_causal for causality, key_padding_mask for "
-        "padding, segment_ids for packed sequences, Window or BlockSparse for windows and blocks; for any other mask, "
-        f"{way_out}."
+        "padding, segment_ids for packed sequences, Window or BlockSparse for windows and blocks; for any other "
+        f"mask, {way_out}."
     )
 
 

@@ -165,7 +165,7 @@ def check_state(
     state: State, method: Any, layout: Layout, has_segments: bool, dtype: torch.dtype, scale: float
 ) -> None:
     """Raise ValueError unless the state was made with this method, batch, width, dtype, use of segments and scale."""
-    if state.method != method:
+    if state.method is not method and state.method != method:
         raise ValueError(f"state: expected one made by {method}, got one made by {state.method}")
     old, new = getattr(state.method, "matrix", None), getattr(method, "matrix", None)
     if (

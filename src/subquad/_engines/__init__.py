@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from subquad._calls.call import Call
+from subquad._calls.masks import NotServed
 from subquad._calls.state import check_state
 from subquad._engines import exact
 from subquad._engines.features import engine as features
@@ -41,7 +42,7 @@ def run(method: Any, call: Call, form: Any = None, chunk: int | None = None) -> 
     if name == "exact":
         return exact.run(method, call)
     if call.dropout_p != 0:
-        raise ValueError(
+        raise NotServed(
             f"dropout_p: expected 0, got {call.dropout_p}: only exact attention has dropout on the weights. "
             'Use method="exact", or dropout on the output.'
         )

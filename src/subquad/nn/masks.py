@@ -8,7 +8,8 @@ from math import sqrt
 import torch
 from torch import Tensor
 
-from subquad._calls.masks import HIDING, is_true, split_pairs
+from subquad._calls.masks import is_true, only_hides, split_pairs
+from subquad._torch_internals import assert_later
 
 HIDDEN = float("-inf")
 
@@ -55,11 +56,15 @@ def shown_keys(name: str, mask: Tensor) -> Tensor:
     """Return True where a mask shows a key; raise ValueError if it does more than hide keys."""
     if mask.dtype == torch.bool:
         return ~mask
-    if is_true(((mask == 0) | (mask <= HIDING)).all()) is False:
-        raise ValueError(
-            f"{name}: expected booleans, or only 0 and -inf; got other numbers. This method does not support a bias "
-            'added to the logits; use method="exact".'
-        )
+    text = (
+        f"{name}: expected booleans, or only 0 and -inf; got other numbers. This method does not support a bias "
+        'added to the logits; use method="exact".'
+    )
+    is_learned = mask.requires_grad and torch.is_grad_enabled()
+    if is_learned or is_true(only_hides(mask)) is False:
+        raise ValueError(text)
+    if torch.compiler.is_compiling():
+        assert_later(only_hides(mask), text)
     return mask == 0
 
 

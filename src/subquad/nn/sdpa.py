@@ -4,13 +4,16 @@
                                          ->  torch's own function    elsewhere; the report says why
 
 The function is exchanged in `torch.nn.functional`, where models look it up at every call, as long as a routing is
-active. What it does depends on the thread: a routing is for the thread that began it, or for all threads.
+active. What it does depends on the context: a routing is for the thread, or the task of asyncio, that began it; or for
+all of them.
 """
 
+import inspect
 import sys
 import threading
 import warnings
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import wraps
 from itertools import count
@@ -19,8 +22,11 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import handle_torch_function, has_torch_function
 
-from subquad._torch_internals import mark_constant
+from subquad._calls.masks import NotServed
+from subquad._torch_internals import in_trace, mark_constant
 from subquad.attention import MethodLike, decided, quiet_attention, resolve, warn_about
 from subquad.methods import AnyMethod
 from subquad.nn.report import describe, table
@@ -29,7 +35,7 @@ from subquad.planning.auto import Auto
 P = ParamSpec("P")
 R = TypeVar("R")
 
-ALL_THREADS = 0
+NOBODY = 0  # the number of no routing
 
 
 def sdpa(method: MethodLike, *, all_threads: bool = False) -> "Routing":
@@ -38,11 +44,15 @@ def sdpa(method: MethodLike, *, all_threads: bool = False) -> "Routing":
     Use it in a `with` statement, as a decorator, or as a plain call that `undo()` ends. Calls that the method does not
     serve are left to torch: dropout on the weights, biases added to the logits, masks that treat every pair separately.
     Inside, `nn.MultiheadAttention` does not take its fused path of eval mode, which does not call the function; with
-    `need_weights=True` it never does.
+    `need_weights=True` it never does. With gradient checkpoints, call `backward()` inside too: it computes again.
 
     Args:
         method: A method or its name, as for `attention`.
-        all_threads: Route the calls of all threads, not just of this one.
+        all_threads: Route the calls of all threads and tasks, not just of this one.
+
+    Raises:
+        RuntimeError: Later, in a call that `torch.compile`, `torch.export` or `torch.jit.trace` records: its mask is a
+            matrix or has numbers, which cannot be read there.
 
     Returns:
         A `Routing`, which is already active. Its `calls` say which calls took which method, and which were left to
@@ -53,12 +63,12 @@ def sdpa(method: MethodLike, *, all_threads: bool = False) -> "Routing":
         >>> with sdpa("taylor") as routing:
         ...     y = layer(torch.randn(2, 100, 16))
         >>> print(routing)
-        calls  queries  keys  heads  width  causal  by
-        1      100      100   4      4      no      Taylor(2)
+        calls  queries  keys  heads  width  is_causal  by
+        1      100      100   4      4      no         Taylor(2)
     """
     found = resolve(method)
     routing = Routing(found, all_threads)
-    _add(routing)
+    _begin(routing)
     warn_about(found, stacklevel=2)
     return routing
 
@@ -72,7 +82,7 @@ class RoutedCalls:
         reason: Why they were left to torch.
         heads: Number of query heads.
         width: Width of a head.
-        is_causal: Whether `is_causal` was passed.
+        is_causal: Whether `is_causal` was passed; a mask may be causal too.
         count: Number of calls.
         queries: Fewest and most queries of a call.
         keys: Fewest and most keys of a call.
@@ -99,49 +109,64 @@ class Routing:
     def __init__(self, method: AnyMethod | Auto, all_threads: bool) -> None:
         self.method = method
         self.all_threads = all_threads
+        self._number = next(_numbers)
+        self._entered = 0  # times that it was begun and has not ended
         self._calls: dict[Any, RoutedCalls] = {}
+        self._was_recorded = False  # in a program, whose calls are not seen
+        self._is_fresh = True  # made by `sdpa`, which has begun it
 
     @property
     def calls(self) -> tuple[RoutedCalls, ...]:
-        """The calls so far, those of one kind together; without those of compiled models."""
+        """The calls so far, those of one kind together; without those of compiled and recorded programs."""
         return tuple(self._calls.values())
 
     def undo(self) -> None:
         """Stop routing. A second call does nothing, and nested routings may end in any order."""
-        _remove(self)
+        self._is_fresh = False
+        while self._entered:
+            _end(self)
 
     def __enter__(self) -> "Routing":
-        with _lock:
-            is_active = any(self in routings for routings in _active.values())
-        if not is_active:
-            _add(self)
+        if self._is_fresh:  # `sdpa` has begun it.
+            self._is_fresh = False
+        else:
+            _begin(self)
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        self.undo()
-        # A compiled model makes its calls without us.
-        if not self._calls and kind is None and "torch._dynamo" not in sys.modules:
+        _end(self)
+        if not self._calls and kind is None and not self._was_recorded:
             warnings.warn(f"sdpa: {_no_calls()}", stacklevel=2)
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
-        """Decorate a function, so that the calls inside it are routed."""
+        """Decorate a function, so that the calls inside it are routed.
+
+        Raises:
+            TypeError: It is a generator or a coroutine, which computes after it has returned.
+        """
         self.undo()
+        kinds = (inspect.isgeneratorfunction, inspect.iscoroutinefunction, inspect.isasyncgenfunction)
+        if any(is_kind(function) for is_kind in kinds):
+            raise TypeError(
+                f"sdpa: expected a plain function to decorate, got {function!r}, which computes after it has returned; "
+                "write `with subquad.sdpa(method):` inside it"
+            )
 
         @wraps(function)
         def routed_function(*args: P.args, **kwargs: P.kwargs) -> R:
-            _add(self)
+            _begin(self)
             try:
                 return function(*args, **kwargs)
             finally:
-                _remove(self)
+                _end(self)
 
         return routed_function
 
     def __repr__(self) -> str:
-        return f"Routing({describe(self.method)}, {sum(each.count for each in self.calls):,} calls)"
+        return f"Routing({describe(self.method)}, calls={sum(each.count for each in self.calls)})"
 
     def __str__(self) -> str:
-        rows = [["calls", "queries", "keys", "heads", "width", "causal", "by", "reason"]]
+        rows = [["calls", "queries", "keys", "heads", "width", "is_causal", "by", "reason"]]
         for each in self.calls:
             lengths = [str(low) if low == high else f"{low} to {high}" for low, high in (each.queries, each.keys)]
             by = "torch" if each.method is None else describe(each.method)
@@ -154,7 +179,7 @@ class Routing:
         self, method: AnyMethod | Auto | None, reason: str, query: Tensor, key: Tensor, is_causal: bool
     ) -> None:
         heads = query.shape[-3] if query.dim() > 2 else 1
-        kind = (str(method), reason, heads, query.shape[-1], is_causal)
+        kind = (None if method is None else describe(method), reason, heads, query.shape[-1], is_causal)
         with _lock:
             before, n, m = self._calls.get(kind), query.shape[-2], key.shape[-2]
             queries, keys = (n, n) if before is None else before.queries, (m, m) if before is None else before.keys
@@ -164,82 +189,115 @@ class Routing:
             )  # fmt: skip
 
 
+_numbers = count(NOBODY + 1)
 _lock = threading.Lock()
-_active: dict[int, tuple[Routing, ...]] = {}  # by thread; the last one decides
-_original: Callable[..., Tensor] = F.scaled_dot_product_attention  # what `_routed` stands for while it is in place
+_active: dict[int, Routing] = {}  # by number; torch.compile sees a change of it
+_in_context: ContextVar[tuple[Routing, ...]] = ContextVar("subquad_routings", default=())
+_everywhere: list[Routing] = []
+_original: Callable[..., Tensor] = scaled_dot_product_attention  # what `_routed` stands for while it is in place
 _had_fast_path = True
-_threads, _local = count(ALL_THREADS + 1), threading.local()
+_is_inside: ContextVar[bool] = ContextVar("subquad_is_inside", default=False)  # a call of `_original`
 
 
-def _this_thread() -> int:
-    """Return a number of this thread; unlike those of the system, none is given twice."""
-    if not hasattr(_local, "number"):
-        _local.number = next(_threads)
-    return int(_local.number)
-
-
-mark_constant(_this_thread, "subquad_this_thread")
-
-
-def _add(routing: Routing) -> None:
+def _begin(routing: Routing) -> None:
     global _original, _had_fast_path
     with _lock:
         if not _active:
             _original, _had_fast_path = F.scaled_dot_product_attention, torch.backends.mha.get_fastpath_enabled()
             F.scaled_dot_product_attention = _routed
             torch.backends.mha.set_fastpath_enabled(False)
-        thread = ALL_THREADS if routing.all_threads else _this_thread()
-        _active[thread] = (*_active.get(thread, ()), routing)
+        _active[routing._number] = routing
+        routing._entered += 1
+        if routing.all_threads:
+            _everywhere.append(routing)
+    if not routing.all_threads:
+        _in_context.set((*_in_context.get(), routing))
 
 
-def _remove(routing: Routing) -> None:
+def _end(routing: Routing) -> None:
+    if routing in _in_context.get():  # In another context it stays there, as one that has ended.
+        _in_context.set(_without_last(routing, _in_context.get()))
     with _lock:
-        own = ALL_THREADS if routing.all_threads else _this_thread()
-        for thread in (own, *_active):  # `undo` may be called in another thread.
-            routings = _active.get(thread, ())
-            if routing in routings:
-                place = len(routings) - 1 - routings[::-1].index(routing)
-                _active[thread] = routings[:place] + routings[place + 1 :]
-                if not _active[thread]:
-                    del _active[thread]
-                break
-        else:
+        if not routing._entered:
             return
+        routing._entered -= 1
+        if routing in _everywhere:
+            _everywhere[:] = _without_last(routing, tuple(_everywhere))
+        if not routing._entered:
+            del _active[routing._number]
         if not _active:
             torch.backends.mha.set_fastpath_enabled(_had_fast_path)
             if F.scaled_dot_product_attention is _routed:  # Somebody may have put another function in its place.
                 F.scaled_dot_product_attention = _original
 
 
+def _without_last(routing: Routing, routings: tuple[Routing, ...]) -> tuple[Routing, ...]:
+    place = len(routings) - 1 - routings[::-1].index(routing)
+    return routings[:place] + routings[place + 1 :]
+
+
+def _current_number() -> int:
+    """Return the number of the routing that decides here."""
+    for routing in (*reversed(_in_context.get()), *reversed(_everywhere)):
+        if routing._entered:
+            return routing._number
+    return NOBODY
+
+
+mark_constant(_current_number, "subquad_current_routing")
+
+
 def _routed(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Compute a call by the method of the last routing of this thread, or by torch."""
-    routings = _active.get(_this_thread()) or _active.get(ALL_THREADS)
+    """Compute a call by the method of the routing that decides here, or by torch."""
     options: dict[str, Any] = dict(
         attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
     )
-    if not routings:
-        return _original(query, key, value, **options)
+    tensors = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
+    if has_torch_function(tensors):  # such as torch's own CausalBias, which looks for the function of this name
+        output: Tensor = handle_torch_function(_routed, tensors, query, key, value, **options)
+        return output
+    routing = _active.get(_current_number())
+    if routing is None:
+        return _by_torch(query, key, value, options)
     # torch.compile takes nn.MultiheadAttention whole, and calls it with tensors that only have shapes.
     if torch.compiler.is_compiling() and not (torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()):
         raise RuntimeError(
             "sdpa: torch.compile does not look into torch.nn.MultiheadAttention, so its calls cannot be routed; use "
             "subquad.replace_attention(model, method) instead, or compile without sdpa"
         )
-    routing = routings[-1]
+    is_recorded = torch.compiler.is_compiling() or in_trace()
     method, reason = routing.method, ""
     try:
         if query.is_nested:
-            raise ValueError("nested tensors")
+            raise NotServed("query: got a nested tensor")
         method = decided(method, query, key, value, **options)
-        output: Tensor = quiet_attention(query, key, value, method=method, warns=True, **options)
-    except ValueError as error:  # what the method does not serve; torch names what is wrong with any other call
-        output, reason = _original(query, key, value, **options), str(error)
-    if not torch.compiler.is_compiling():
+        output = quiet_attention(query, key, value, method=method, warns=True, **options)
+    except NotServed as error:
+        if is_recorded and str(error.args[0]).startswith("attn_mask"):
+            raise RuntimeError(
+                "sdpa: a recorded program cannot tell whether this attn_mask hides keys, is causal, or adds a bias; "
+                "pass is_causal=True, or a boolean mask with a query dimension of 1, or record without sdpa"
+            ) from error
+        output, reason = _by_torch(query, key, value, options), str(error)
+    if is_recorded:
+        routing._was_recorded = True
+    else:
         routing._record(None if reason else method, reason, query, key, is_causal)
     return output
+
+
+def _by_torch(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
+    """Call what was there before; torch's own function, if that was built around ours."""
+    if torch.compiler.is_compiling() or _is_inside.get():
+        return scaled_dot_product_attention(query, key, value, **options)
+    token = _is_inside.set(True)
+    try:
+        return _original(query, key, value, **options)
+    finally:
+        _is_inside.reset(token)
 
 
 def _no_calls() -> str:
@@ -249,12 +307,12 @@ def _no_calls() -> str:
         names = ", ".join(holders[:3])
         return f"{text}; {names} imported the function by name: there, call it as F.scaled_dot_product_attention"
     return (
-        f"{text}; the model may compute attention by itself, or by nn.MultiheadAttention with need_weights=True, for "
-        "which there is replace_attention"
+        f"{text}; the model may compute attention by itself, in another thread (all_threads=True routes them all), or "
+        "by nn.MultiheadAttention with need_weights=True, for which there is replace_attention"
     )
 
 
 def _holds_function(name: str, module: Any) -> bool:
-    return name.partition(".")[0] not in ("torch", "subquad") and any(
-        value is _original for value in vars(module).values()
-    )
+    if name.partition(".")[0] in ("torch", "subquad"):
+        return False
+    return any(value is scaled_dot_product_attention for value in getattr(module, "__dict__", {}).values())

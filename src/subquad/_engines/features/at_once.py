@@ -23,6 +23,7 @@ from subquad._engines.features.chunked import Found
 from subquad._engines.features.kernel import Kernel, absorb, ready_keys, ready_queries
 from subquad._engines.features.sums import Sums, Tokens, finite, joined
 from subquad._engines.finite import NEVER
+from subquad._torch_internals import in_trace
 
 
 def run_at_once(form: Form, kernel: Kernel, tokens: Tokens, before: Sums | None, is_causal: bool) -> Found:
@@ -40,8 +41,13 @@ def _in_chunks(kernel: Kernel, tokens: Tokens, before: Sums | None, is_causal: b
     the end."""
     q, k, v, keep, segments = tokens
     n, m, at_end = q.shape[2], k.shape[1], before is not None
+    if n != m and in_trace():  # which would keep for good which of them is longer
+        raise ValueError(
+            "query: torch.jit.trace cannot record a causal call with different numbers of queries and keys; use "
+            "torch.export"
+        )
     longest = n if n == m else torch.sym_max(n, m)
-    count = (longest + 2 * CHUNK_TOKENS - 1) // CHUNK_TOKENS  # One in excess: sizes of 1 would be special to torch.
+    count = (longest + 2 * CHUNK_TOKENS - 1) // CHUNK_TOKENS  # One extra chunk: torch specializes on sizes of 1.
     missing_q, missing = count * CHUNK_TOKENS - n, count * CHUNK_TOKENS - m
     keep = torch.ones_like(k[..., 0], dtype=torch.bool) if keep is None else keep
     if segments is not None:  # Hidden keys belong to the segment beside them.

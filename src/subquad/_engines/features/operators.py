@@ -38,9 +38,25 @@ def forward(*arguments: Any) -> list[Tensor]:
     output, normalizer, poison, *after = (x.data_ptr() if x.numel() else 0 for x in made)
     after = after or [0, 0, 0]
     operands, numbers = Operands(*arguments[:OPERANDS]), Numbers(*arguments[OPERANDS:-1])
+    check_shapes(operands, numbers)
     results = Results(after[0], after[1], after[2], output, normalizer, poison)
     execute("forward", operands, numbers, results)
     return made
+
+
+def check_shapes(operands: Operands, numbers: Numbers) -> None:
+    """Raise ValueError for shapes that the kernels would read beyond; a recorded program may be given any."""
+    q, k, v, keep = operands.q, operands.k, operands.v, operands.keep
+    has_width = k.shape[2] - q.shape[3] in (0, 1)  # A user's keys may carry their log-scale.
+    fits = has_width and q.shape[0] == k.shape[0] == v.shape[0] and k.shape[1] == v.shape[1]
+    if not fits or (keep is not None and keep.shape != k.shape[:2]):
+        shapes = [tuple(x.shape) for x in (q, k, v) if x is not None]
+        raise ValueError(f"subquad::forward: expected shapes (b, g, n, d), (b, m, d) and (b, m, e), got {shapes}")
+    if numbers.is_causal and q.shape[2] != k.shape[1]:
+        raise ValueError(
+            "subquad::forward: this program was recorded with as many queries as keys, got "
+            f"{q.shape[2]} queries and {k.shape[1]} keys"
+        )
 
 
 def forward_shapes(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> list[Tensor]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from subquad._calls.call import Call
+from subquad._calls.masks import NotServed
 from subquad._calls.state import State
 from subquad._engines.finite import widen
 from subquad._engines.result import Result
@@ -48,7 +49,7 @@ def _check_lengths(method: SparseMethod, call: Call) -> None:
             raise ValueError("state: BlockSparse describes a whole sequence and has no state; expected none")
     elif isinstance(method, Window) and method.size is not None:
         if n != m and not call.is_causal:
-            raise ValueError(
+            raise NotServed(
                 f"key: a window on both sides compares positions; expected {n} keys, as many as queries, got {m}. For "
                 'cross-attention, use method="exact".'
             )
