@@ -48,7 +48,9 @@ def shown_by(attn_mask: Tensor) -> Tensor | None:
         return attn_mask
     if attn_mask.requires_grad and torch.is_grad_enabled():  # a bias that is learned, whatever it is now
         return None
-    return attn_mask == 0 if is_true(only_hides(attn_mask)) else None
+    shown = attn_mask == 0
+    is_usual = is_true((shown | (attn_mask == -torch.inf)).all())  # found faster
+    return shown if is_usual or is_true(only_hides(attn_mask)) else None
 
 
 def unexpanded(mask: Tensor) -> Tensor:
@@ -94,8 +96,8 @@ def unfactored(attn_mask: Tensor, way_out: str) -> NotServed:
     if attn_mask.dtype != torch.bool:
         return NotServed(
             f"attn_mask: got {attn_mask.dtype}, a bias added to each logit, which only exact attention supports; "
-            "expected booleans, or numbers that are all 0 or -inf. Where they cannot be read, as under torch.compile, pass "
-            f"booleans of shape (..., 1, keys). For a bias, {way_out}."
+            "expected booleans, or numbers that are all 0 or -inf. Where they cannot be read, as under torch.compile, "
+            f"pass booleans of shape (..., 1, keys). For a bias, {way_out}."
         )
     return NotServed(
         f"attn_mask: got shape {tuple(attn_mask.shape)}, a choice for each pair of query and key, which only exact "
