@@ -567,7 +567,9 @@ def test_auto_takes_masks_of_keys_and_no_others(patient) -> None:
     q, k, v = near_sample(4096)
     padding = torch.arange(4096).expand(1, -1) < 4000
     assert Auto(0.01).choose(q, k, v, key_padding_mask=padding).method == Window(256, sinks=4)
-    for options in (dict(attn_mask=torch.zeros(4096, 4096)), dict(dropout_p=0.1)):
+    assert Auto(0.01).choose(q, k, v, torch.zeros(4096, 4096)).method == Window(256, sinks=4)  # It hides nothing.
+    bias, backward = torch.full((4096, 4096), 0.1), torch.ones(4096, 4096).bool().triu()
+    for options in (dict(attn_mask=bias), dict(attn_mask=backward), dict(dropout_p=0.1)):
         assert Auto(0.01).choose(q, k, v, **options).method == Exact()
 
 
