@@ -132,7 +132,9 @@ def competing(made: subquad.Plan) -> list[Candidate]:
         if c not in named and (c.is_acceptable or c.seconds < exact.seconds) and not any(beats(o, c) for o in taken)
     ]
     usual = {type(c.method): c for c in reversed(others) if c.error.relative is None}  # the fastest of its kind,
-    usual |= {type(c.method): c for c in others if any(c.method == kind() for kind in BUILT_IN)}  # or the one with usual settings
+    usual |= {
+        type(c.method): c for c in others if any(c.method == kind() for kind in BUILT_IN)
+    }  # or the one with usual settings
     others = [c for c in others if c.error.relative is not None or c is usual[type(c.method)]]
     others.sort(key=lambda c: not c.is_acceptable)
     kept = named + others[: MOST - len(named)]
