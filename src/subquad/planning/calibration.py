@@ -31,7 +31,7 @@ MAX_RETRIES = 3  # of a calibration that other programs disturbed: some machines
 SETTLED = 1e-6  # change of the coefficients of a fit, which are at most about 1, that ends it
 CALIBRATION_SECONDS = 25.0  # no call begins that would end later; the fit comes after it
 # Size, length and width: short and long calls, windows that hold all keys, and narrow and wide heads.
-WINDOWS = ((64, 512, 64), (1024, 512, 32), (256, 1024, 128), (64, 4096, 32), (256, 2048, 64), (1024, 4096, 64))
+WINDOW_CALLS = ((64, 512, 64), (1024, 512, 32), (256, 1024, 128), (64, 4096, 32), (256, 2048, 64), (1024, 4096, 64))
 INPUT_OFFSET = 1000  # between the first numbers of queries, keys and values
 LONG_CALL_SECONDS = 0.01  # a call this long is not repeated within a turn,
 SLOW_CALL_SECONDS = 0.2  # and where it takes this long, to warm up is to measure
@@ -49,7 +49,7 @@ def grid() -> Iterator[tuple[Any, str, Shape]]:
                 for d in (32, 64):
                     for n in (256, 1024, 4096):
                         yield Multipole(), "fused", _sized(shape, n, d, 8 if n < 2048 else 2)
-                for size, n, d in WINDOWS:
+                for size, n, d in WINDOW_CALLS:
                     yield Window(size, sinks=4), "fused", _sized(shape, n, d, 8 if n < 2048 else 2)
             yield from _feature_calls(shape)
 
