@@ -23,7 +23,7 @@ MOST = 12  # candidates that are shown unless all are asked for
 
 
 def run(
-    sizes: dict[str, int | None], max_error: float, logit_range: float | None, sample: str | None, causal: bool,
+    sizes: dict[str, int | None], max_error: float | None, logit_range: float | None, sample: str | None, causal: bool,
     training: bool, purpose: str, dtype: str, show_all: bool,
 ) -> None:  # fmt: skip
     """Plan and print; a table with lines on a terminal, plain text in a pipe. `sizes` as for `subquad.plan`."""
@@ -57,7 +57,7 @@ def run(
         for candidate, cells in zip(shown.candidates, shown.rows(), strict=True):
             table.add_row(*cells, style="bold" if candidate is shown.choice else None)
         console.print(table)
-        console.print(shown.reason, highlight=False)
+        console.print(*filter(None, [shown.legend]), shown.reason, sep="\n", highlight=False)
     else:
         print(shown)
     if left_out:

@@ -477,7 +477,7 @@ def test_attention_to_near_keys_is_planned_as_a_window(is_causal) -> None:
     assert found.choice.form == "fused"
     assert found.choice.error.known_by == "sample"
     assert found.reason.startswith("Window(128, sinks=4): ")
-    assert "x faster" in found.reason and "smaller part" not in found.reason
+    assert "times as fast" in found.reason and "smaller part" not in found.reason
     assert {c.method for c in found.candidates} >= set(Window.candidates(64))
     assert "Window(2048, sinks=4)" in str(found)
     longer = plan(sample=sample, is_causal=is_causal, max_error=0.01, query_length=100_000)
