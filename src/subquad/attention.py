@@ -31,14 +31,10 @@ from subquad._engines.finite import widen
 from subquad._torch_internals import has_numbers, outside_graph
 from subquad.methods import AnyMethod, Exact, Method, MethodName, feature_method
 from subquad.methods import resolve as resolve_named
-from subquad.planning.auto import Auto, Choice
+from subquad.planning.auto import AUTO_IN_GRAPH, Auto, Choice
 from subquad.planning.far_range import warn_far_range
 
 MethodLike: TypeAlias = AnyMethod | Auto | MethodName | str
-AUTO_IN_GRAPH = (
-    "method: Auto decides by numbers, which a fixed graph does not have (torch.export, torch.jit.trace, torch.compile "
-    "with fullgraph=True); name a method there, such as the one that Auto().choose(...) finds for a sample"
-)
 
 
 def resolve(method: MethodLike) -> AnyMethod | Auto:

@@ -31,7 +31,7 @@ def plan(
     length: int | None = None,
     heads: int | None = None,
     head_dim: int | None = None,
-    max_error: float = 0.05,
+    max_error: float | None = None,
     logit_range: float | None = None,
     sample: str | None = None,
     model: str | None = None,
@@ -56,7 +56,7 @@ def plan(
         length: Number of queries; needed without a sample, as is head-dim. Sizes that are not given are the sample's.
         heads: Number of query heads; 1 without a sample.
         head_dim: Width of a head.
-        max_error: Relative error, |out - exact| / |exact|, that is allowed.
+        max_error: Relative error, |out - exact| / |exact|, that is allowed; 0.05 if not given.
         logit_range: How far the scaled logits reach to either side of 0: errors are predicted from it.
         sample: A safetensors file with query, key and value (or q, k, v), each (..., heads, length, width):
             errors are measured on it.

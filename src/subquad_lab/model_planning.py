@@ -27,8 +27,9 @@ import subquad
 from subquad import Exact
 from subquad.methods import label_of
 from subquad.methods.error_estimate import check_max_error
-from subquad.planning.calibration_file import predicted_seconds
+from subquad.planning.calibration_file import calibration, predicted_seconds
 from subquad.planning.measured_error import SAMPLE_MARGIN
+from subquad.planning.plan import DEFAULT_MAX_ERROR
 from subquad.planning.shape import Shape
 from subquad.planning.text import short
 from subquad_lab import UsageError
@@ -66,11 +67,12 @@ class LayerPlan:
     seconds: tuple[tuple[float, float], ...] = ()  # at LENGTHS: exact, and by the method if it keeps the error
 
 
-def run(model: str | None, text: str | None, tokens: int | None, max_error: float, show_all: bool) -> None:
+def run(model: str | None, text: str | None, tokens: int | None, max_error: float | None, show_all: bool) -> None:
     """Plan and print: a row for each layer, and with `show_all` one for each head."""
     if model is None or text is None:
         missing = "--text FILE" if text is None else "--model PATH"
         raise UsageError(f"--model: expected a model and a text for it to read; {missing} is missing")
+    max_error = DEFAULT_MAX_ERROR if max_error is None else max_error
     try:
         check_max_error(max_error)
     except ValueError as error:
@@ -79,11 +81,13 @@ def run(model: str | None, text: str | None, tokens: int | None, max_error: floa
     sequence = read(text, loaded, tokenizer, tokens)
     try:
         with calibration_shown() as progress:
-            predicted_seconds(Exact(), Shape.of(query_length=1, head_dim=1), progress=progress)
+            machine = calibration(progress=progress)
     except PermissionError as error:  # of the cache folder
         raise UsageError(error) from error
     layers = plans(loaded, sequence, max_error)
     report(layers, sequence.shape[1], max_error, show_all)
+    if machine.note:
+        print(machine.note.strip())
 
 
 def plans(model: Any, tokens: Tensor, max_error: float) -> list[LayerPlan]:

@@ -13,7 +13,7 @@ from rich.table import Table
 from torch import Tensor
 
 import subquad
-from subquad.methods import BY_NAME
+from subquad.methods import BUILT_IN
 from subquad.planning.plan_result import RIGHT_ALIGNED, Candidate
 from subquad_lab import UsageError
 
@@ -23,7 +23,7 @@ MOST = 12  # candidates that are shown unless all are asked for
 
 
 def run(
-    sizes: dict[str, int | None], max_error: float, logit_range: float | None, sample: str | None, causal: bool,
+    sizes: dict[str, int | None], max_error: float | None, logit_range: float | None, sample: str | None, causal: bool,
     training: bool, purpose: str, dtype: str, show_all: bool,
 ) -> None:  # fmt: skip
     """Plan and print; a table with lines on a terminal, plain text in a pipe. `sizes` as for `subquad.plan`."""
@@ -57,7 +57,7 @@ def run(
         for candidate, cells in zip(shown.candidates, shown.rows(), strict=True):
             table.add_row(*cells, style="bold" if candidate is shown.choice else None)
         console.print(table)
-        console.print(shown.reason, highlight=False)
+        console.print(*filter(None, [shown.legend]), shown.reason, sep="\n", highlight=False)
     else:
         print(shown)
     if left_out:
@@ -132,7 +132,9 @@ def competing(made: subquad.Plan) -> list[Candidate]:
         if c not in named and (c.is_acceptable or c.seconds < exact.seconds) and not any(beats(o, c) for o in taken)
     ]
     usual = {type(c.method): c for c in reversed(others) if c.error.relative is None}  # the fastest of its kind,
-    usual |= {type(c.method): c for c in others if c.method in BY_NAME.values()}  # or the one with usual settings
+    usual |= {
+        type(c.method): c for c in others if any(c.method == kind() for kind in BUILT_IN)
+    }  # or the one with usual settings
     others = [c for c in others if c.error.relative is not None or c is usual[type(c.method)]]
     others.sort(key=lambda c: not c.is_acceptable)
     kept = named + others[: MOST - len(named)]

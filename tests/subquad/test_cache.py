@@ -147,10 +147,15 @@ def test_a_process_that_was_killed_holds_nobody_up(fresh, tmp_path) -> None:
     process.wait()
     (left,) = cache.cache_folder().iterdir()
     assert left.name.startswith(".calibration-")
+    os.utime(left, (0, 0))
+    other = cache.cache_folder() / ".calibration-other"  # of a process that measures now, where there are no locks
+    other.touch()
     begin = time.monotonic()
     calibration()
     assert fresh and time.monotonic() - begin < 5
-    assert [path.suffix for path in cache.cache_folder().iterdir()] == [".json"]
+    assert not left.exists()
+    assert [path.suffix for path in cache.cache_folder().iterdir() if path != other] == [".json"]
+    assert other.exists()
 
 
 def test_a_process_that_was_stopped_is_not_waited_for_forever(fresh, monkeypatch, caplog) -> None:
@@ -177,6 +182,15 @@ def test_a_full_disk_leaves_no_file(fresh, monkeypatch, function) -> None:
         calibration()
     assert not list(cache.cache_folder().iterdir())
     assert bool(fresh) == (function != "fdopen"), "a disk that is full is found before the work"
+
+
+def test_an_error_of_the_progress_callback_is_not_of_the_cache(fresh) -> None:
+    def closed(done: int, total: int) -> None:
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+    with pytest.raises(BrokenPipeError):
+        calibration(progress=closed)
+    assert not list(cache.cache_folder().iterdir())
 
 
 @pytest.mark.parametrize("device", ["nowhere", "cuda:99", "meta", 1.5])

@@ -61,6 +61,18 @@ def test_a_short_sample_of_a_long_plan_is_said() -> None:
     assert "of a sample" not in plan(sample=(q, k, v), max_error=0.5).reason
 
 
+def test_the_margin_of_a_sample_is_said_and_holds_for_all_errors() -> None:
+    q, k, v = torch.randn(3, 1, 2, 512, 16, generator=torch.Generator().manual_seed(0)).mul(0.55).unbind()
+    found = plan(sample=(q, k, v), query_length=100_000, max_error=0.1)
+    known = [c for c in found.candidates if c.error.relative is not None]
+    assert {"sample", "prediction"} <= {c.error.known_by for c in known}
+    assert any(0.05 < c.error.relative <= 0.1 for c in known if c.error.known_by == "prediction")
+    assert all(c.is_acceptable == (2 * c.error.relative <= 0.1) for c in known)
+    assert "Within budget: 2 times the error is at most 0.1, because rows" in str(found)
+    assert "within 0.1 with a safety margin of 2." in found.reason
+    assert "Within budget:" not in str(plan(query_length=4096, head_dim=64, logit_range=0.5))
+
+
 def test_a_range_that_is_not_hopeless_asks_for_a_sample() -> None:
     found = plan(query_length=8192, head_dim=16, logit_range=3)
     assert found.method == Exact()
@@ -93,8 +105,9 @@ def test_flags_are_true_or_false(name) -> None:
 def test_long_sequences_with_small_logits_are_taylor() -> None:
     found = plan(query_length=1_000_000, head_dim=16, logit_range=0.5)
     assert found.method == Taylor(2)
-    assert "x faster" in found.reason
-    assert "with a relative error up to about 0.022, within 0.05." in found.reason
+    assert " times as fast as exact attention (" in found.reason
+    assert re.search(r"with a relative error of (at most|up to about) [\d.]+, within 0.05\.", found.reason)
+    assert "with a relative error of up to about 0.022, within 0.05." in found.reason
     assert found.choice.seconds == min(c.seconds for c in found.candidates if c.is_acceptable and c.is_chosen_form)
 
 
@@ -215,7 +228,9 @@ def test_multipole_and_window_are_always_listed(knowledge) -> None:
 def test_the_reason_says_what_a_sample_would_change() -> None:
     found = plan(query_length=8000, heads=12, head_dim=64, is_causal=True)
     assert found.method == Exact()
-    speed = re.search(r"`sample=`\) would measure the error of .*Multipole\(\) \(([\d.]+)x as fast", found.reason)[1]
+    speed = re.search(
+        r"`sample=`\) would measure the error of .*Multipole\(\) \(([\d.]+) times as fast as exact", found.reason
+    )[1]
     exact, multipole = (next(c for c in found.candidates if c.method == m) for m in (Exact(), Multipole()))
     assert float(speed) == pytest.approx(exact.seconds / multipole.seconds, rel=0.05)
     short = plan(query_length=64, heads=12, head_dim=64, is_causal=True)
@@ -240,20 +255,21 @@ def test_a_plan_for_training_from_scratch(is_causal) -> None:
     assert text[0].split()[-4:] == ["state", "can", "recall", "choice"]
     recall = {c.method: c.recall for c in found.candidates}
     assert recall[Exact()] == "all tokens"
-    assert recall[Taylor(2)] == "what sums of 2,145 features hold"
+    assert recall[Taylor(2)] == "a summary of all tokens (2,145 features per head), not single ones"
     if native.available():
         near = "the last 128" if is_causal else "127 on either side"
         assert recall[Window(128, sinks=4)] == f"{near} and the first 4 tokens of each layer"
         assert "Multipole() is the fastest that can recall any token" in found.reason
-    assert "x as fast as exact attention. It can recall what sums of" in found.reason
+    assert " times as fast as exact attention. It can recall a summary of all tokens (" in found.reason
     short = plan(query_length=16, head_dim=64, heads=8, is_causal=is_causal, purpose="train")
     assert short.method != Exact() or short.reason.endswith("It can recall all tokens.")
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
     (dict(purpose="serve"), "purpose: expected one of 'swap', 'train', got 'serve'"),
-    (dict(purpose="train", logit_range=1), "logit_range: with purpose='train' there is no error to predict or measure"),
-    (dict(purpose="train", sample=()), "sample: with purpose='train' there is no error to predict or measure"),
+    (dict(purpose="train", logit_range=1), "logit_range: with purpose='train' there is no error to allow, predict"),
+    (dict(purpose="train", max_error=0.1), "max_error: with purpose='train' there is no error to allow, predict"),
+    (dict(purpose="train", sample=()), "sample: with purpose='train' there is no error to allow, predict"),
 ])  # fmt: skip
 def test_a_purpose_has_its_own_arguments(arguments, message) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
@@ -296,6 +312,13 @@ def test_sizes_may_be_integers_of_numpy() -> None:
     assert multihead_cost(np.int64(64), np.int64(8), query_length=n) == multihead_cost(64, 8, query_length=4096)
     with pytest.raises(ValueError, match=r"head_dim: expected a whole number >= 1, got np\.float64"):
         cost("taylor", query_length=8, head_dim=np.float64(16))
+
+
+@pytest.mark.parametrize("method", ["auto", Auto()])
+def test_auto_has_no_cost_before_a_call(method) -> None:
+    for price in (cost, lambda method, query_length, head_dim: multihead_cost(8, 2, query_length=8, method=method)):
+        with pytest.raises(ValueError, match="method: Auto decides by the numbers of each call, so its cost is not"):
+            price(method, query_length=8, head_dim=4)
 
 
 @pytest.mark.parametrize(("method", "kind", "message"), [

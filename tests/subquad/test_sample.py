@@ -134,7 +134,10 @@ def test_edges() -> None:
     with pytest.raises(ValueError, match="rows: expected a whole number >= 1"):
         measure_error(q, k, v, enable_gqa=True, rows=0, method="taylor")
     with pytest.raises(ValueError, match=r"attn_mask: got shape .* a choice for each pair"):
-        measure_error(q, k, v, torch.ones(N, N).bool(), enable_gqa=True, method="taylor")
+        measure_error(q, k, v, torch.ones(N, N).bool().triu(), enable_gqa=True, method="taylor")
+    causal = measure_error(q, k, v, torch.ones(N, N).bool().tril(), enable_gqa=True, rows=N, method="taylor")
+    flagged = measure_error(q, k, v, is_causal=True, enable_gqa=True, rows=N, method="taylor")
+    assert causal.relative == pytest.approx(flagged.relative, rel=1e-6)
 
 
 @pytest.mark.parametrize("place", [0, 1, 2])

@@ -24,7 +24,7 @@ def test_an_approximation_has_the_larger_error():
 
 
 def test_failure_in_the_process_is_told():
-    with pytest.raises(MeasureError, match=r"softmax at length 8: .*'softmax' is unknown"):
+    with pytest.raises(MeasureError, match=r"softmax at length 8: .*expected one of 'exact', .* got 'softmax'"):
         measure(Request("softmax", length=8, heads=1, width=4))
 
 

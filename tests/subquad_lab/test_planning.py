@@ -71,7 +71,7 @@ def test_table_on_a_terminal(capfd, monkeypatch):
     out, _ = capfd.readouterr()
     assert "┃" in out
     assert "chosen" in out
-    assert "x faster" in out
+    assert "times as fast" in out
 
 
 def test_options_reach_the_plan(monkeypatch, capfd):
@@ -142,8 +142,23 @@ def test_sample_gives_sizes_and_errors(sample, short, tmp_path, capfd):
     assert subquad.plan(sample=tuple(sample.values()), is_causal=True).reason in out
     assert main(["plan", "--sample", str(file), "--length", "100000"]) == 0
     out, _ = capfd.readouterr()
-    assert "on sampled rows" in out
-    assert "x faster" in out
+    assert "on sampled rows" in out and out.count("Within budget: 2 times the error is at most 0.05") == 1
+    assert "times as fast" in out
+
+
+def test_a_sample_on_a_terminal_has_the_margin_too(sample, tmp_path, capfd, monkeypatch):
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    monkeypatch.setenv("COLUMNS", "160")
+    save_file(sample, tmp_path / "sample.safetensors")
+    assert main(["plan", "--sample", str(tmp_path / "sample.safetensors"), "--length", "100000"]) == 0
+    assert capfd.readouterr().out.count("Within budget: 2 times the error is at most 0.05") == 1
+
+
+def test_rough_times_are_said_once(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("SUBQUAD_CACHE", str(tmp_path / "new"))
+    monkeypatch.setattr("os.getloadavg", lambda: (100.0, 0.0, 0.0))
+    assert main(SHAPE) == 0
+    assert "".join(capfd.readouterr()).count("Times are rough") == 1
 
 
 @pytest.mark.parametrize(
@@ -190,6 +205,7 @@ def test_damaged_sample_is_told(sample, tmp_path, complaint):
         (["--logit-range", "3", "--sample", "file"], "give either --logit-range or --sample, not both"),
         (["--purpose", "serve"], "--purpose: expected swap or train, found 'serve'"),
         (["--purpose", "train", "--logit-range", "3"], "--logit-range: with purpose='train' there is no error"),
+        (["--purpose", "train", "--max-error", "0.1"], "--max-error: with purpose='train' there is no error to allow"),
         (["--causal", "perhaps"], "--causal: expected true or false, found 'perhaps'"),
     ],
 )

@@ -7,6 +7,7 @@ Positions count hidden keys too, as the masks of Hugging Face models do; sinks a
 O(n (size + sinks) (d + e)), and a state of constant size.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -15,6 +16,7 @@ from subquad.methods.error_estimate import NO_ERROR, UNKNOWN_ERROR, ErrorEstimat
 from subquad.methods.sparse import SparseMethod
 
 MAX_WINDOW = 1 << 30
+CANDIDATE_SIZES, CANDIDATE_SINKS = (128, 512, 2048), 4
 
 
 @dataclass(frozen=True, repr=False)
@@ -73,3 +75,8 @@ class Window(SparseMethod):
         """Return 0 if this is exact attention, with all keys and no option that changes their weights."""
         is_exact = self.size is None and self.softcap is None and self.sink_logits is None
         return NO_ERROR if is_exact else UNKNOWN_ERROR
+
+    @classmethod
+    def candidates(cls, width: int) -> Iterable["Window"]:
+        """Return a few sizes, with sinks: trained models often attend to the first keys."""
+        return [cls(size, CANDIDATE_SINKS) for size in CANDIDATE_SIZES]

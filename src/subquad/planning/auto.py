@@ -12,6 +12,7 @@ method computes from the past.
 """
 
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from math import isfinite
 from typing import Any
@@ -22,6 +23,7 @@ from torch import Tensor
 from subquad import native
 from subquad._calls.call import Call, check_tensors
 from subquad._engines import engine_of
+from subquad._torch_internals import outside_graph
 from subquad.methods import AnyMethod, Exact, Multipole, RandomFeatures, Taylor, Window, label_of
 from subquad.methods.checks import check_whole
 from subquad.methods.error_estimate import NO_ERROR, ErrorEstimate, check_max_error
@@ -38,7 +40,12 @@ FLOP_PRICE = 3.0  # of one of our FLOPs, relative to torch's attention, where th
 MIN_CHECK_ROWS = 8
 MAX_ASKING_SHARE = 0.1  # of the work of exact attention
 REMEMBERED_CALLS = 32  # for which a remembered "exact" is not questioned
-WINDOWS = (Window(256, sinks=4), Window(1024, sinks=4))
+MAX_REMEMBERED_SHAPES = 64
+EXACT = "Exact(): "  # begins a reason
+AUTO_IN_GRAPH = (
+    "method: Auto decides by numbers, which a fixed graph does not have (torch.export, torch.jit.trace, torch.compile "
+    "with fullgraph=True); name a method there, such as the one that Auto().choose(...) finds for a sample"
+)
 
 log = logging.getLogger("subquad")
 
@@ -78,8 +85,9 @@ class Auto:
             method is where there is no bound. More rows make the decision safer and slower.
         remember: Whether later calls of the same shape begin with the answer of the one before. The promise stays the
             same for every call: a method that is remembered is checked on the rows of the new call before it is taken,
-            and if it fails, all questions are asked. Only "exact" is taken without a check, for the next 32 calls,
-            which then miss a faster method if their numbers allow one. So what is taken depends on earlier calls. A
+            and if it fails, all others are asked, within what is left of the tenth. Only "exact" is taken without a
+            check, for the next 32 calls, which then miss a faster method if their numbers allow one. So what is taken
+            depends on earlier calls. The last 64 shapes are remembered. A
             `MultiheadAttention`, also where `replace_attention` made it, has a memory of its own; elsewhere give each
             layer a copy, `copy.copy(auto)`.
 
@@ -116,20 +124,20 @@ class Auto:
         key_padding_mask: Tensor | None = None, segment_ids: Tensor | None = None,
     ) -> Choice:  # fmt: skip
         """Return the method for this call; arguments as for `attention`."""
+        choose = outside_graph(self._choice, AUTO_IN_GRAPH)
+        choice: Choice = choose(
+            query, key, value, dropout_p, attn_mask=attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa,
+            key_padding_mask=key_padding_mask, segment_ids=segment_ids,
+        )  # fmt: skip
+        return choice
+
+    def _choice(self, query: Tensor, key: Tensor, value: Tensor, dropout_p: float, **options: Any) -> Choice:
         check_tensors(query=query, key=key, value=value)
-        if torch.compiler.is_compiling():
-            raise ValueError(
-                "method: Auto decides by numbers, which torch.compile does not know; expected a method by name, such "
-                "as the one that Auto().choose(...) finds for a sample"
-            )
         training = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
         if torch.is_autocast_enabled(query.device.type):
             query, key, value = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (query, key, value))
         with undisturbed(query.device):
-            call = Call.of(
-                query.detach(), key.detach(), value.detach(), attn_mask=attn_mask, is_causal=is_causal, scale=scale,
-                enable_gqa=enable_gqa, key_padding_mask=key_padding_mask, segment_ids=segment_ids,
-            )  # fmt: skip
+            call = Call.of(query.detach(), key.detach(), value.detach(), **options)
             try:
                 has_form = not dropout_p and call.mask_kind != "heads"
                 call = call.factored()
@@ -144,16 +152,16 @@ class Auto:
     def _recalled(self, call: Call, training: bool) -> Choice:
         """Return the choice for a call, beginning with the last answer for its shape."""
         key = _shape(call, training), call.dtype, call.keep() is not None, call.segments is not None
-        before = self._memory.get(key)
-        if before is not None and engine_of(before.method) == "exact" and before.calls < REMEMBERED_CALLS:
+        before = self._memory.pop(key, None)  # It is put back as the newest one.
+        is_exact = before is not None and engine_of(before.choice.method) == "exact"
+        if before is not None and is_exact and before.calls < REMEMBERED_CALLS:
             self._memory[key] = replace(before, calls=before.calls + 1)
-            return _exact("the answer for the last call of this shape, which is remembered")
-        choice = None
-        if before is not None and engine_of(before.method) != "exact":
-            choice = _chosen(call, training, self, before.method)
-        if choice is None or engine_of(choice.method) == "exact":
-            choice = _chosen(call, training, self)
-        self._memory[key] = Remembered(choice.method)
+            reason = before.choice.reason.removeprefix(EXACT).removesuffix(".")
+            return _exact(f"as for the last call of this shape: {reason}")
+        choice = _chosen(call, training, self, None if before is None or is_exact else before.choice.method)
+        self._memory[key] = Remembered(choice)
+        if len(self._memory) > MAX_REMEMBERED_SHAPES:
+            self._memory.pop(next(iter(self._memory)), None)
         return choice
 
 
@@ -161,21 +169,21 @@ class Auto:
 class Remembered:
     """The last answer for a shape, and how many calls have taken it without a question."""
 
-    method: AnyMethod
+    choice: Choice
     calls: int = 0
 
 
 def _exact(reason: str) -> Choice:
-    return Choice(Exact(), NO_ERROR, f"Exact(): {reason}.")
+    return Choice(Exact(), NO_ERROR, f"{EXACT}{reason}.")
 
 
-def _chosen(call: Call, training: bool, auto: Auto, only: AnyMethod | None = None) -> Choice:
-    """Return the fastest method that keeps the promise for a call; `only`: the one method that is asked."""
+def _chosen(call: Call, training: bool, auto: Auto, first: AnyMethod | None = None) -> Choice:
+    """Return the fastest method that keeps the promise for a call, or `first` if it keeps it."""
     shape = _shape(call, training)
     if 0 in (shape.batch, shape.key_heads, shape.query_length, shape.key_length, shape.head_dim, shape.value_dim):
         return _exact("there is nothing to compute")
-    faster = _faster(call.query, shape) if only is None else [only]
-    if not faster:
+    faster = _faster(call.query, shape) if first is None else []
+    if first is None and not faster:
         return _exact("no approximation is faster at this shape")
     budget = MAX_ASKING_SHARE * exact_flops(shape) - exact_rows_flops(shape, auto.check_rows)
     if budget < 0:
@@ -189,14 +197,23 @@ def _chosen(call: Call, training: bool, auto: Auto, only: AnyMethod | None = Non
     norm -= STANDARD_ERRORS * doubt
     if not (isfinite(norm) and norm > 0):
         return _exact("the size of the output is not known well enough" if isfinite(norm) else "inputs are not finite")
-    last = [method_rows_flops(m, shape, auto.check_rows) for m in faster if engine_of(m) == "multipole"]
-    reserve = sum(price for price in last if price <= budget)
-    asker = Asker(call, shape, auto.max_error, picked, exact, norm, risk, budget, reserve)
-    for method in faster if only is not None else _with_shifts(faster, call):
+    asker = Asker(call, shape, auto.max_error, picked, exact, norm, risk, budget)
+    for method in _questions(asker, faster, first):
         found = asker.ask(method)
         if found.is_within(auto.max_error):
             return Choice(method, found, f"{label_of(method)}: its relative error is {found}, safety margin included.")
     return _exact(asker.conclusion())
+
+
+def _questions(asker: Asker, faster: list[Any], first: AnyMethod | None) -> Iterator[Any]:
+    """Yield the methods to ask, the fastest first; or before them a remembered one, and they only if it fails."""
+    if first is not None:
+        yield first
+        faster = _faster(asker.call.query, asker.shape)
+    rows = asker.exact.shape[2]
+    last = [method_rows_flops(m, asker.shape, rows) for m in faster if engine_of(m) == "multipole" and m != first]
+    asker.reserve = sum(price for price in last if price <= asker.budget)
+    yield from (m for m in _with_shifts(faster, asker.call) if m != first)
 
 
 def _shape(call: Call, training: bool) -> Shape:
@@ -219,7 +236,7 @@ def _faster(query: Tensor, shape: Shape) -> list[Any]:
     prices: dict[Any, float] = {m: price(m) for m in maps if m.size(shape.head_dim) <= 4 * shape.key_length}
     if native.available() and query.device.type == "cpu":
         sizes = shape.query_length, shape.key_length, shape.is_causal
-        windows = (w for w in WINDOWS if w.reach < shape.key_length and has_places(w, *sizes))
+        windows = (w for w in Window.candidates(shape.head_dim) if w.reach < shape.key_length and has_places(w, *sizes))
         prices |= {method: price(method) for method in (*windows, Multipole())}
     return sorted((method for method, p in prices.items() if p < limit), key=lambda method: prices[method])
 

@@ -20,17 +20,18 @@ from subquad._engines import run
 from subquad._engines.features.choose_form import is_fusable
 from subquad.methods import Exact, Linear, Multipole, RandomFeatures, Separable, Taylor, Window
 from subquad.methods.method import FeatureMethod
-from subquad.planning.busyness import load, note_on
+from subquad.planning.busyness import is_busy, load, note_on
 from subquad.planning.progress import Progress, progress_line
 from subquad.planning.reference import reference_seconds
 from subquad.planning.seconds import EXACT_LENGTHS, EXACT_WIDTHS, Calibration, name_of, work
 from subquad.planning.shape import Shape
 
 TURNS = 3
+MAX_RETRIES = 3  # of a calibration that other programs disturbed: some machines are never quiet
 SETTLED = 1e-6  # change of the coefficients of a fit, which are at most about 1, that ends it
 CALIBRATION_SECONDS = 25.0  # no call begins that would end later; the fit comes after it
 # Size, length and width: short and long calls, windows that hold all keys, and narrow and wide heads.
-WINDOWS = ((64, 512, 64), (1024, 512, 32), (256, 1024, 128), (64, 4096, 32), (256, 2048, 64), (1024, 4096, 64))
+WINDOW_CALLS = ((64, 512, 64), (1024, 512, 32), (256, 1024, 128), (64, 4096, 32), (256, 2048, 64), (1024, 4096, 64))
 INPUT_OFFSET = 1000  # between the first numbers of queries, keys and values
 LONG_CALL_SECONDS = 0.01  # a call this long is not repeated within a turn,
 SLOW_CALL_SECONDS = 0.2  # and where it takes this long, to warm up is to measure
@@ -48,7 +49,7 @@ def grid() -> Iterator[tuple[Any, str, Shape]]:
                 for d in (32, 64):
                     for n in (256, 1024, 4096):
                         yield Multipole(), "fused", _sized(shape, n, d, 8 if n < 2048 else 2)
-                for size, n, d in WINDOWS:
+                for size, n, d in WINDOW_CALLS:
                     yield Window(size, sinks=4), "fused", _sized(shape, n, d, 8 if n < 2048 else 2)
             yield from _feature_calls(shape)
 
@@ -161,7 +162,9 @@ def calibrate(
             show(done, TURNS * count)
     share, pace = sum(seconds < math.inf for seconds in best) / count, _pace(best, usual)
     filled = [a if a < math.inf else pace * b for a, b in zip(best, usual, strict=True)]
-    return fitted(filled, device.type, note_on(before, median(ratios) if ratios else None, share))
+    spread = median(ratios) if ratios else None
+    note, retries = note_on(before, spread, share), MAX_RETRIES if is_busy(before, spread) else 0
+    return replace(fitted(filled, device.type), note=note, retries=retries)
 
 
 def _pace(best: list[float], usual: list[float]) -> float:
@@ -180,12 +183,12 @@ def one_turn(
         yield seconds
 
 
-def fitted(best: list[float], device: str = "cpu", note: str = "") -> Calibration:
+def fitted(best: list[float], device: str = "cpu") -> Calibration:
     """Return the coefficients that fit the best times of the grid's calls."""
     rows: dict[str, list[tuple[list[float], float]]] = {}
     for call, seconds in zip(grid_once(), best, strict=True):
         rows.setdefault(name_of(*call), []).append((work(*call), seconds))
-    return Calibration({name: _fitted(found) for name, found in rows.items()}, device, note)
+    return Calibration({name: _fitted(found) for name, found in rows.items()}, device)
 
 
 def _fitted(rows: list[tuple[list[float], float]]) -> list[float]:

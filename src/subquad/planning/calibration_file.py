@@ -1,7 +1,7 @@
 """The calibration of this machine, kept in the user's cache folder.
 
 A file that is damaged, or belongs to another machine, version or number of threads, is never trusted but made again.
-One that was made on a busy machine has a note; it is used, and made again once the machine is quiet.
+One that was made on a busy machine has a note; it is used, and made again once the machine is quiet, a few times.
 
 One process at a time measures; others wait for it and read its result. The lock is held by the system, which releases
 it when a process ends, however it ends. The file appears whole or not at all.
@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -36,8 +37,9 @@ from subquad.planning.shape import Shape
 
 VERSION = 8  # of the file, and of the work that the coefficients are for
 RETRY_SECONDS = 600.0  # age from which on a calibration of a busy machine is made again, if it is quiet now
-MAX_WAIT_SECONDS = 60.0  # for another process that measures: longer than that it cannot take
+MAX_WAIT_SECONDS = 60.0  # for another process that measures, which cannot take longer
 POLL_SECONDS = 0.1
+NOTE_ON_RETRIES = " A later run on a quiet machine measures again."
 RESERVED_BYTES = 1 << 16  # more than a file has: a full disk is found before the work
 
 log = logging.getLogger("subquad")
@@ -104,10 +106,11 @@ def _read(path: Path, changed: int, of: str, device: str) -> Calibration | None:
             and all(isinstance(c, float) and 0 <= c < math.inf for row in found.values() for c in row)
             and all(any(row) for row in found.values())
             and isinstance(note := content.get("note", ""), str)
+            and isinstance(retries := content.get("retries", 0), int)
         )
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
-    return Calibration(found, device, note) if whole else None
+    return Calibration(found, device, note, retries) if whole else None
 
 
 def calibration(
@@ -119,45 +122,60 @@ def calibration(
     if found is not None:
         return found
     of = machine(device, dtype)
-    try:
+    with _writing():
         path = file_of(of)
-    except RuntimeError as error:  # no home folder
-        raise _cannot_write(error) from None
-    try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _alone(path.parent):
-            return _settled(device, dtype) or calibrate_into(path, of, partial(calibrate, device, dtype, progress))
-    except OSError as error:
-        raise _cannot_write(error) from None
+    with _alone(path.parent):
+        found = _settled(device, dtype)
+        if found is not None:
+            return found
+        rough = cached(device, dtype)
+        return calibrate_into(path, of, partial(calibrate, device, dtype, progress), rough)
 
 
 def _settled(device: torch.device, dtype: torch.dtype) -> Calibration | None:
     """Return the cached calibration, unless it is a rough one that can be improved now."""
     found = cached(device, dtype)
-    if found is None or not found.note or is_loaded(load()):
+    if found is None or not found.retries or is_loaded(load()):
         return found
-    age = time.time() - file_of(machine(device, dtype)).stat().st_mtime
-    return found if age < RETRY_SECONDS else None
+    return found if _age(file_of(machine(device, dtype))) < RETRY_SECONDS else None
 
 
-def calibrate_into(path: Path, of: dict[str, str | int], measure: Callable[[], Calibration]) -> Calibration:
-    """Measure, and write the result atomically."""
-    for left in path.parent.glob(".calibration-*"):  # by a process that was killed
-        left.unlink(missing_ok=True)
-    handle, temporary = tempfile.mkstemp(prefix=".calibration-", dir=path.parent)  # before the work
+def _age(path: Path) -> float:
+    """Return how many seconds ago a file was written; 0 if it is gone."""
     try:
-        with os.fdopen(handle, "wb") as reserved:
+        return time.time() - path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
+
+
+def calibrate_into(
+    path: Path, of: dict[str, str | int], measure: Callable[[], Calibration], rough: Calibration | None
+) -> Calibration:
+    """Measure, and write the result atomically; `rough` is the calibration that it replaces, if there is one."""
+    with _writing():
+        for left in path.parent.glob(".calibration-*"):
+            if _age(left) > MAX_WAIT_SECONDS:  # by a process that was killed
+                left.unlink(missing_ok=True)
+        handle, temporary = tempfile.mkstemp(prefix=".calibration-", dir=path.parent)  # before the work
+    try:
+        with _writing(), os.fdopen(handle, "wb") as reserved:
             reserved.write(bytes(RESERVED_BYTES))
         made = measure()
-        with open(temporary, "w") as file:
-            json.dump({"machine": of, "note": made.note, "coefficients": made.coefficients}, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        if rough is not None:
+            made = replace(made, retries=min(made.retries, max(0, rough.retries - 1)))
+        made = replace(made, note=made.note + (NOTE_ON_RETRIES if made.retries else ""))
+        content = {"machine": of, "note": made.note, "retries": made.retries, "coefficients": made.coefficients}
+        with _writing():
+            with open(temporary, "w") as file:
+                json.dump(content, file, indent=1)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
     finally:
         Path(temporary).unlink(missing_ok=True)
     if made.note:
-        log.warning(made.note.strip())
+        log.info(made.note.strip())  # A plan says it in its reason.
     return made
 
 
@@ -167,7 +185,8 @@ def _alone(folder: Path) -> Iterator[None]:
     if fcntl is None:
         yield
         return
-    handle = os.open(folder, os.O_RDONLY)
+    with _writing():
+        handle = os.open(folder, os.O_RDONLY)
     try:
         _lock(handle)  # also released when the process is killed
         yield
@@ -210,7 +229,12 @@ def predicted_seconds(
     return calibration(device, dtype, progress).seconds(method, shape)
 
 
-def _cannot_write(error: Exception) -> PermissionError:
-    return PermissionError(
-        f"cache: cannot write the calibration of this machine ({error}); set SUBQUAD_CACHE to a folder for it"
-    )
+@contextmanager
+def _writing() -> Iterator[None]:
+    """Explain what a folder that cannot be written to, or found, is for. The measurement has errors of its own."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:  # RuntimeError: no home folder
+        raise PermissionError(
+            f"cache: cannot write the calibration of this machine ({error}); set SUBQUAD_CACHE to a folder for it"
+        ) from None

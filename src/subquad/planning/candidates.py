@@ -20,7 +20,6 @@ from subquad.planning.sparse_pairs import has_places
 
 MEASURED_COUNT = 256  # random features that are measured; the error of other numbers is inferred
 MULTIPOLES = tuple(Multipole(top=top) for top in (12, 24, 48))
-WINDOW_SIZES, WINDOW_SINKS = (128, 512, 2048), 4
 Errors = dict[Any, ErrorEstimate]
 
 
@@ -28,7 +27,7 @@ def predicted_errors(
     logit_range: LogitRange | None, width: int, max_error: float, offered: tuple[Any, ...] = ()
 ) -> Errors:
     """Return candidates and their errors, from the logit range alone."""
-    methods: list[Any] = [method for kind in BUILT_IN for method in kind.candidates(width)]
+    methods: list[Any] = _feature_methods(width)
     if logit_range is not None:
         reach = 2 * max(map(abs, as_range(logit_range)))
         for kind in ("positive", "hyperbolic"):
@@ -37,6 +36,10 @@ def predicted_errors(
                 methods.append(RandomFeatures(16 * ceil(needed / 16), kind))
     found = {m: UNKNOWN_ERROR if logit_range is None else error(m, logit_range=logit_range) for m in methods}
     return {Exact(): NO_ERROR, **found, **dict.fromkeys(offered, UNKNOWN_ERROR)}
+
+
+def _feature_methods(width: int) -> list[Any]:
+    return [method for kind in BUILT_IN if kind.engine == "features" for method in kind.candidates(width)]
 
 
 def offered_methods(call: Call | None, shape: Shape) -> tuple[Any, ...]:
@@ -51,7 +54,7 @@ def offered_methods(call: Call | None, shape: Shape) -> tuple[Any, ...]:
         sample = call.layout.keys
         longest = min(longest, sample // 2 if keys > sample else sample - 1)
         lengths.append((call.layout.queries, sample))
-    windows = (Window(size, sinks=WINDOW_SINKS) for size in WINDOW_SIZES if size <= longest)
+    windows = (w for w in Window.candidates(shape.head_dim) if w.reach <= longest)
     fitting = (w for w in windows if all(has_places(w, n, m, shape.is_causal) for n, m in lengths))
     return *(MULTIPOLES if call is not None else MULTIPOLES[:1]), *fitting
 
@@ -69,7 +72,7 @@ def measured_errors(
     keys = call.layout.fold_key(call.key).unflatten(0, (-1, call.layout.key_heads))
     center = keys.double().mean((0, 2))  # (key heads, d)
     found: Errors = {Exact(): NO_ERROR}
-    plain: list[Any] = [method for kind in BUILT_IN for method in kind.candidates(width)]
+    plain: list[Any] = _feature_methods(width)
     centered: list[Any] = [replace(m, key_shift=center) for m in plain if "key_shift" in m.__dataclass_fields__]
     for method in (*plain, *centered):
         if not isinstance(method, RandomFeatures):

@@ -6,13 +6,14 @@ Axes: n queries, m keys, d width, e value width, r features.
 """
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from subquad import native
 from subquad._engines import engine_of
 from subquad._engines.features.choose_form import is_fusable
-from subquad.methods import BlockSparse, MethodLike, label_of, resolve
+from subquad.methods import AnyMethod, BlockSparse, MethodLike, label_of, resolve
 from subquad.methods.checks import check_whole
 from subquad.methods.method import feature_method
 from subquad.planning.cost_result import Cost
@@ -66,7 +67,7 @@ def cost(
         >>> cost("exact", query_length=1000, head_dim=64).order
         'time O(n m (d + e)), memory O(n e): n queries, m keys, d = 64 width, e = 64 value width'
     """
-    resolved = resolve(method)
+    resolved = fixed_method(method)
     shape = Shape.of(
         query_length=query_length, key_length=key_length, head_dim=head_dim, value_dim=value_dim, heads=heads,
         key_heads=key_heads, batch=batch, is_causal=is_causal, training=training,
@@ -84,6 +85,16 @@ def cost(
     if form == "step" and shape.query_length != 1:
         raise ValueError(f"query_length: a step is one token, expected 1, got {query_length}")
     return cost_of(resolved, shape, form, dtype)
+
+
+def fixed_method(method: Any) -> AnyMethod:
+    """Return the method with this name, or the method itself; or raise ValueError if it depends on numbers."""
+    if (isinstance(method, str) and method == "auto") or hasattr(method, "choose"):
+        raise ValueError(
+            "method: Auto decides by the numbers of each call, so its cost is not known before; expected a method "
+            f"such as Taylor(2), got {method!r}"
+        )
+    return resolve(method)
 
 
 def is_fused(method: object, shape: Shape, dtype: torch.dtype) -> bool:

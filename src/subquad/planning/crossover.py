@@ -4,10 +4,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
-from subquad.methods import AnyMethod, BlockSparse, MethodLike, resolve
+from subquad.methods import AnyMethod, BlockSparse, MethodLike
 from subquad.methods.checks import check_choice, check_whole
 from subquad.planning.calibration_file import predicted_seconds
-from subquad.planning.cost import cost_of
+from subquad.planning.cost import cost_of, fixed_method
 from subquad.planning.shape import Shape, as_int
 
 SEARCH_STEP = 64  # lengths are tried in steps of this fraction
@@ -59,13 +59,8 @@ def crossover(
 
 def _comparable(name: str, method: Any) -> AnyMethod:
     """Return the method of an argument, or raise an error that names the argument."""
-    if method == "auto" or hasattr(method, "choose"):
-        raise ValueError(
-            f"{name}: Auto decides by the numbers of each call, so its cost is not known before; expected a method "
-            f"such as Taylor(2), got {method!r}"
-        )
     try:
-        found = resolve(method)
+        found = fixed_method(method)
     except (TypeError, ValueError) as error:
         raise type(error)(f"{name}{str(error).removeprefix('method')}") from None
     if isinstance(found, BlockSparse):

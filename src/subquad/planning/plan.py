@@ -32,17 +32,20 @@ from subquad.planning.rows import sampled_call
 from subquad.planning.shape import Shape, as_int, check_dtype
 
 MAX_SIZE = 1 << 28  # of any size of a plan
+DEFAULT_MAX_ERROR = 0.05
 
 
 def plan(
     *, query_length: int | None = None, key_length: int | None = None, head_dim: int | None = None,
     value_dim: int | None = None, heads: int | None = None, key_heads: int | None = None, batch: int | None = None,
-    is_causal: bool = False, training: bool | None = None, purpose: Purpose = "swap", max_error: float = 0.05,
+    is_causal: bool = False, training: bool | None = None, purpose: Purpose = "swap", max_error: float | None = None,
     logit_range: LogitRange | None = None, sample: tuple[Tensor, Tensor, Tensor] | None = None,
     scale: float | None = None, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32,
     progress: Progress | None = None,
 ) -> Plan:  # fmt: skip
     """Return the fastest method for a shape whose relative error is at most `max_error`.
+
+    Errors that are measured on a sample have to stay within half of it: rows that were not sampled may be worse.
 
     The machine is benchmarked on first use, in at most half a minute. If it is busy then, the reason says that times
     are rough, and a later plan measures it again.
@@ -54,7 +57,7 @@ def plan(
         purpose: "swap" to replace exact attention in a model that has it. "train" for a model that is trained with the
             method from scratch: nothing is approximated, so that neither an error nor a sample matters, and the plan
             lists the fastest methods with the size of their states and what they can recall.
-        max_error: The relative error that is allowed.
+        max_error: The relative error that is allowed, 0.05 by default; None with purpose="train".
         logit_range: The range of the scaled logits, (low, high), or one number for both signs. Errors are then
             predicted, for values that do not depend on the logits, and for queries and keys of similar norm.
         sample: Query, key and value, as for `attention`. Errors are then measured, those of Multipole and Window too,
@@ -77,10 +80,11 @@ def plan(
         ... # doctest: +ELLIPSIS
         Linear('elu'): the fastest to train with at this length, ...
     """
-    check_max_error(max_error)
     check_dtype(dtype)
     check_choice("purpose", purpose, ("swap", "train"))
-    _check_knowledge(purpose, logit_range, sample, scale)
+    _check_knowledge(purpose, max_error, logit_range, sample, scale)
+    max_error = DEFAULT_MAX_ERROR if max_error is None else max_error
+    check_max_error(max_error)
     call = None if sample is None else _checked_sample(sample, is_causal, scale)
     sizes = dict(query_length=query_length, key_length=key_length, head_dim=head_dim, value_dim=value_dim, heads=heads,
                  key_heads=key_heads, batch=batch)  # fmt: skip
@@ -100,11 +104,13 @@ def plan(
     return Plan(best.method, reason_for(best, candidates, situation), tuple(candidates), max_error, purpose)
 
 
-def _check_knowledge(purpose: Purpose, logit_range: Any, sample: Any, scale: float | None) -> None:
+def _check_knowledge(purpose: Purpose, max_error: Any, logit_range: Any, sample: Any, scale: float | None) -> None:
     """Raise ValueError if what is said about the inputs is contradictory, or not for this purpose."""
-    for name, given in {"logit_range": logit_range, "sample": sample}.items():
+    for name, given in {"max_error": max_error, "logit_range": logit_range, "sample": sample}.items():
         if purpose == "train" and given is not None:
-            raise ValueError(f"{name}: with purpose='train' there is no error to predict or measure; expected None")
+            raise ValueError(
+                f"{name}: with purpose='train' there is no error to allow, predict or measure; expected None"
+            )
     if logit_range is not None and sample is not None:
         raise ValueError("sample: expected either logit_range or a sample, got both")
     if sample is None and scale is not None:
@@ -176,7 +182,7 @@ def _all_candidates(errors: Errors, situation: Situation) -> list[Candidate]:
 
 def _in_forms(method: Any, error: ErrorEstimate, situation: Situation) -> Iterator[Candidate]:
     machine, shape, is_trained = situation.machine, situation.shape, situation.purpose == "train"
-    margin = SAMPLE_MARGIN if error.known_by == "sample" else 1.0
+    margin = 1.0 if situation.sample_length is None else SAMPLE_MARGIN  # also if inferred from what was measured
     is_acceptable = is_trained or error.is_within(situation.max_error / margin)
     chosen = machine.form_of(method, shape, situation.dtype)
     forms = [chosen]

@@ -6,6 +6,7 @@ from typing import Literal
 
 from subquad.methods import AnyMethod, label_of
 from subquad.methods.error_estimate import ErrorEstimate
+from subquad.planning.measured_error import SAMPLE_MARGIN
 from subquad.planning.text import duration, mebibytes
 
 Purpose = Literal["swap", "train"]
@@ -71,6 +72,16 @@ class Plan:
             mark = "yes, chosen" if c is self.choice else within
             yield *first, "measure with sample=" if is_unknown else str(c.error), mark
 
+    @property
+    def legend(self) -> str:
+        """A sentence on the last column, for errors that were measured; empty if none was."""
+        if not any(c.error.known_by == "sample" for c in self.candidates):
+            return ""
+        return (
+            f"Within budget: {SAMPLE_MARGIN:g} times the error is at most {self.max_error:g}, because rows that were "
+            "not sampled may be worse."
+        )
+
     def __str__(self) -> str:
         table = [self.columns, *self.rows()]
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
@@ -78,7 +89,7 @@ class Plan:
         lines = (
             "  ".join(side(cell, w) for side, cell, w in zip(sides, row, widths, strict=True)).rstrip() for row in table
         )
-        return "\n".join([*lines, "", self.reason])
+        return "\n".join([*lines, "", *filter(None, [self.legend]), self.reason])
 
     def __repr__(self) -> str:
         """Without the candidates, which `print` shows."""

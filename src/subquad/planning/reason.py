@@ -80,7 +80,7 @@ def _from_a_sample(best: Candidate, exact: Candidate, candidates: Sequence[Candi
     # The slowest of each kind, such as the widest window: the most accurate one that would still help.
     kinds = {type(c.method): c for c in faster if engine_of(c.method) != "features"}
     shown = list(kinds.values()) or faster[:1]
-    listed = " and ".join(f"{c.name} ({short(exact.seconds / c.seconds)}x as fast as exact attention)" for c in shown)
+    listed = " and ".join(f"{c.name} ({_speed(c, exact)})" for c in shown)
     return f" A sample of your queries, keys and values (`sample=`) would measure the error of {listed} too."
 
 
@@ -93,16 +93,17 @@ def _fastest_to_train(best: Candidate, exact: Candidate, candidates: Sequence[Ca
     whole = next(c for c in candidates if recalls_all(c.method))
     other = f"{whole.name} is the fastest that can recall any token, {duration(whole.seconds)}"
     if whole is not exact:
-        other += f" or {short(exact.seconds / whole.seconds)}x as fast as exact attention"
+        other += f", {_speed(whole, exact)}"
     return (
-        f"{first}, {short(exact.seconds / best.seconds)}x as fast as exact attention. It can recall {best.recall}, "
-        f"with a state of {mebibytes(best.state_bytes)}. {other}. Which one learns your task, only training tells."
+        f"{first}, {_speed(best, exact)}. It can recall {best.recall}, with a state of {mebibytes(best.state_bytes)}. "
+        f"{other}. Which one learns your task, only training tells."
     )
 
 
 def _faster(best: Any, exact: Any, situation: Situation) -> str:
-    times = f"{short(exact.seconds / best.seconds)}x faster ({duration(best.seconds)} vs. {duration(exact.seconds)})"
+    times = f"{_speed(best, exact)} ({duration(best.seconds)} vs. {duration(exact.seconds)})"
     given, sample = "", situation.sample_length
+    margin = "" if sample is None else f" with a safety margin of {SAMPLE_MARGIN:g}"
     if best.error.known_by == "prediction" and sample is None and hasattr(best.method, "num_features"):
         given = ", if queries and keys have similar norms (a sample would tell)"
     elif sample is not None and sample < situation.shape.key_length:
@@ -110,9 +111,12 @@ def _faster(best: Any, exact: Any, situation: Situation) -> str:
         if engine_of(best.method) == "sparse":
             given += " (a window sees a smaller part of a longer sequence)"
     return (
-        f"{best.name}: {times} than exact attention, with a relative error {best.error}{given}, within "
-        f"{situation.max_error:g}."
+        f"{best.name}: {times}, with a relative error of {best.error}{given}, within {situation.max_error:g}{margin}."
     )
+
+
+def _speed(one: Candidate, exact: Candidate) -> str:
+    return f"{short(exact.seconds / one.seconds)} times as fast as exact attention"
 
 
 def _fastest_is_exact(exact: Any, others: list[Any], situation: Situation) -> str:

@@ -1,7 +1,7 @@
 """What a layer of each method can read from its past when a model is trained with it.
 
 Against exact attention nothing is approximated then: the method is the model. What differs is how much of the past it
-can read: all tokens, the nearest ones, or what sums of a fixed size hold.
+can read: all tokens, the nearest ones, or a summary of fixed size.
 """
 
 from typing import Any
@@ -26,4 +26,5 @@ def recall_of(method: Any, shape: Shape) -> str:
     if engine == "sparse":
         near = f"the last {method.reach:,}" if shape.is_causal else f"{method.reach - 1:,} on either side"
         return f"{near} and the first {method.sinks} tokens of each layer"
-    return f"what sums of {feature_method(method).size(shape.head_dim):,} features hold"
+    count = feature_method(method).size(shape.head_dim)
+    return f"a summary of all tokens ({count:,} features per head), not single ones"

@@ -146,12 +146,14 @@ def _between(places: Sequence[int], x: float) -> list[float]:
 class Calibration:
     """Coefficients by "family/form/direction", for one type of device.
 
-    The note is empty, or a sentence with a leading space that says why times are rough.
+    The note is empty, or a sentence with a leading space that says why times are rough. Where other programs were the
+    reason, `retries` says how often the machine may be measured again.
     """
 
     coefficients: dict[str, list[float]]
     device: str = "cpu"
     note: str = ""
+    retries: int = 0
 
     def seconds(self, method: Any, shape: Shape, form: str | None = None) -> float:
         """Return the time of one call, in the form that `attention` takes or in the given one."""
