@@ -16,7 +16,7 @@ class BuildKernels(build_ext):
         return []  # not a Python module: it has no initializer
 
 
-# Clang for macOS rejects both, and its standard library is part of the system.
+# Clang for macOS rejects -static-libgcc, and its standard library is part of the system.
 STATIC = ["-static-libstdc++", "-static-libgcc"] if sys.platform == "linux" else []
 FOLDER = "src/subquad/native/src"
 KERNELS = Extension(
