@@ -4,6 +4,7 @@ They are a plain C library that Python opens with ctypes, so neither torch's hea
 binary serves all versions of both. Without a compiler the installation continues, and subquad uses only torch.
 """
 
+import sys
 from glob import glob
 
 from setuptools import Extension, setup
@@ -15,6 +16,8 @@ class BuildKernels(build_ext):
         return []  # not a Python module: it has no initializer
 
 
+# Clang for macOS rejects -static-libgcc, and its standard library is part of the system.
+STATIC = ["-static-libstdc++", "-static-libgcc"] if sys.platform == "linux" else []
 FOLDER = "src/subquad/native/src"
 KERNELS = Extension(
     "subquad.native._kernels",
@@ -30,7 +33,7 @@ KERNELS = Extension(
         "-Wno-psabi",
         "-Wno-ignored-attributes",
     ],
-    extra_link_args=["-pthread", "-static-libstdc++", "-static-libgcc"],
+    extra_link_args=["-pthread", *STATIC],
     language="c++",
     optional=True,  # without a compiler: a warning, and no kernels
     py_limited_api=True,

@@ -303,6 +303,19 @@ def verify(
     run(claims, json, plots, seed, explain)
 
 
+def env(json: bool = False) -> None:
+    """Print versions, kernels, threads and calibration: what a bug report needs.
+
+    Nothing is measured or written. Example: subquad env --json
+
+    Args:
+        json: Print JSON instead of text.
+    """
+    from subquad_lab.environment import run
+
+    run(json)
+
+
 def _check_folder(option: str, folder: str | None) -> None:
     """No name, as of a shell variable that is not set, would be the current folder."""
     if folder == "":
@@ -311,6 +324,7 @@ def _check_folder(option: str, folder: str | None) -> None:
 
 COMMANDS = (
     demo, plan, bench, verify, train, evaluate, compare, sweep, runs, sample, predict, transcribe, synthesize, report,
+    env,
 )  # fmt: skip
 OF_EXPERIMENTS = {"train": "runs", "compare": "compare", "sweep": "sweep"}  # and the folders that they write into
 
