@@ -350,3 +350,70 @@ def test_a_sequence_that_outgrows_its_window_gets_it(method, pieces):
         assert cache.layers[0].state.method.label == f"Window({WINDOW})"
         assert cache.layers[0]._recorded == []
     assert cache.get_seq_length() == LONG
+
+
+@pytest.fixture
+def crossings(monkeypatch):
+    """The lengths before and after each `crop` from outside a window of 32 keys to its inside."""
+    found = []
+    crop = StateLayer.crop
+
+    def recorded(self, count):
+        before = self._length
+        crop(self, count)
+        found.extend([(before, self._length)] if before > 32 >= self._length else [])
+
+    monkeypatch.setattr(StateLayer, "crop", recorded)
+    return found
+
+
+@pytest.mark.parametrize("length", [20, 24, 30])
+@pytest.mark.parametrize("method", METHODS)
+def test_assisted_decoding_may_cross_the_window(method, length, crossings):
+    """Proposals begin inside the window and end outside, and some are removed.
+
+    The first call contains the first proposals. If it ends outside, the window serves the prompt too.
+    """
+    model, model_of_window = (tiny("mistral", sliding_window=32) for _ in range(2))
+    ids, given = PROMPT.repeat(1, 2)[:, :length], dict(max_new_tokens=24, min_new_tokens=24, do_sample=False)
+    replace_attention(model, METHODS[method])
+    expected = (model if length < 28 else model_of_window).generate(ids, **given)
+    assert model.generate(ids, **given, prompt_lookup_num_tokens=5).tolist() == expected.tolist()
+    assert crossings
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_tokens_outside_a_window_can_be_removed(method):
+    """The state is that of the method again, unless the window read the first tokens."""
+    model, ids = tiny("mistral", num_hidden_layers=1), long_inputs()["input_ids"]
+    first = ids[:, WINDOW - 3 : WINDOW - 1]
+    window = model(ids).logits
+    with replace_attention(model, METHODS[method]):
+        short = model(ids[:, : WINDOW - 1]).logits
+        for pieces, expected in (((WINDOW - 3, LONG), short), ((LONG,), window)):
+            cache, start = state_cache(model), 0
+            cache.activate_past_recording()
+            for stop in pieces:
+                model(ids[:, start:stop], past_key_values=cache)
+                start = stop
+            cache.crop(WINDOW - 3 - LONG)
+            found = model(first, past_key_values=cache).logits
+            assert (found - expected[:, WINDOW - 3 : WINDOW - 1]).abs().max() < 1e-5
+            found = model(ids[:, WINDOW - 1 :], past_key_values=cache).logits
+            assert (found - window[:, WINDOW - 1 :])[:, 1:].abs().max() < 1e-5
+            assert (
+                found[:, 0] - (window if expected is window else model(ids[:, :WINDOW]).logits)[:, WINDOW - 1]
+            ).abs().max() < 1e-5
+            cache.crop(0)
+            assert cache.layers[0].state.method.label == f"Window({WINDOW})"
+            assert cache.layers[0]._recorded == []
+
+
+def test_a_reset_cache_may_outgrow_its_window_again():
+    model, ids = tiny("mistral"), long_inputs()["input_ids"]
+    with replace_attention(model, "taylor"):
+        cache, found = state_cache(model), []
+        for _ in range(2):
+            found.append([model(part, past_key_values=cache).logits for part in ids.tensor_split([4], 1)])
+            cache.reset()
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))

@@ -92,7 +92,7 @@ def short_length(layer: Any, method: AnyMethod | Auto | None) -> int:
     return request.window if request.window is not None and has_no_window(method, request, request.window) else 0
 
 
-def has_no_window(method: AnyMethod | Auto | None, request: Request, length: int) -> bool:
+def has_no_window(method: AnyMethod | Auto | None, request: Request, length: float) -> bool:
     """Return whether a sequence is so short that its layer, with a window, gets the chosen method.
 
     `Window` is exact, so it stays where exact attention was chosen, and where the weights have to be changed anyway.
