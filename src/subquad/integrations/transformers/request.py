@@ -10,8 +10,10 @@ a window. Before it, `request_of` reads what the layer is going to ask for, for 
 """
 
 import inspect
+import re
 from dataclasses import dataclass, replace
 from functools import cache
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
@@ -117,9 +119,14 @@ def dropout_of(layer: Any, chosen: AnyMethod | Auto, method: AnyMethod | Auto) -
     # Windows alone are masks, so exact attention serves them with dropout.
     if engine_of(method) == "exact" or (engine_of(chosen) == "exact" and not request.changes_weights):
         return 0.0
-    names = inspect.unwrap(layer.__class__.forward).__code__.co_names
-    found = [getattr(layer, name, 0.0) for name in names if "dropout" in name and not name.startswith("resid")]
-    return max([getattr(dropout, "p", dropout) for dropout in found], default=0.0)
+    return max((attrgetter(name)(layer) for name in _dropout_attributes(layer.__class__)), default=0.0)
+
+
+@cache
+def _dropout_attributes(kind: Any) -> frozenset[str]:
+    """Return the attributes in what `forward` passes as `dropout=`, such as "attn_dropout.p"."""
+    passed = re.findall(r"\bdropout=([^,\n]*)", inspect.getsource(inspect.unwrap(kind.forward)))
+    return frozenset(re.findall(r"self\.([\w.]+)", " ".join(passed))) - {"training"}
 
 
 def _window_of(layer: Any) -> int | None:

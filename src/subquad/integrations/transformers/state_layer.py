@@ -52,6 +52,7 @@ class StateLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no 
         self._decoder: Decoder | None = None  # takes the state over while tokens come one at a time
         self._length = length
         self._options: tuple[Any, ...] = ()  # method, scale and grouping of the last call that was not a step
+        self._is_watched = self._is_expected = False  # whether `expect` is called before each update, and was
         self._unread = False  # whether `update` returned keys that the state does not contain yet
         is_whole = keys is None or keys.shape[-2] == length
         self._limit, self._kept_up_to, self.record_past = kept_up_to, kept_up_to if is_whole else 0, False
@@ -65,6 +66,10 @@ class StateLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no 
     def state(self) -> State | None:
         return self._state if self._decoder is None else self._decoder.state
 
+    def expect(self) -> None:
+        """Expect an update by a layer whose method reads states; from now on, others raise."""
+        self._is_watched = self._is_expected = True
+
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Return the keys that were not read yet and the new ones, marked, and their values."""
         if self._unread:
@@ -73,7 +78,12 @@ class StateLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no 
                 "model changes its keys after storing them, pass use_cache=False. If its attention is no longer that "
                 "of subquad, or the last call raised an error, pass a new cache."
             )
-        self._unread = True
+        if self._is_watched and not self._is_expected and not torch.compiler.is_compiling():
+            raise RuntimeError(
+                "past_key_values: it holds states, and the attention of this model is no longer that of subquad; "
+                "pass a new cache"
+            )
+        self._unread, self._is_expected = True, False
         if self._waiting and self.keys is not None and self.values is not None:
             key_states = torch.cat([self.keys, key_states], -2)
             value_states = torch.cat([self.values, value_states], -2)
@@ -97,6 +107,7 @@ class StateLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no 
         """
         return self._kept_up_to != self._limit
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # Dynamo would take the numbers of the state's method for lengths.
     def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         """Compute attention to all keys so far and the new ones, if any; arguments as for `attention`."""
         output: Tensor
@@ -117,7 +128,7 @@ class StateLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no 
                 first, tokens = cut(tokens, int(inside))
                 outputs.append(self._advance(*first[:3], first[3] | dict(method=self._options[0])))
             self._read_again(self._recorded, options["method"])
-        elif self.record_past and is_first and n > RECORDED_PROMPT and not self._kept_up_to:
+        elif self.record_past and is_first and options["is_causal"] and n > RECORDED_PROMPT and not self._kept_up_to:
             first, tokens = cut(tokens, n - RECORDED_PROMPT)
             outputs.append(self._advance(*first))
             self._forget_tokens()
@@ -145,7 +156,7 @@ class StateLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no 
             )
             self._options = (options["method"], options["scale"], options["enable_gqa"])
         if self.record_past or self._kept_up_to:
-            self._recorded.append((query[:, :, :0], key, value, options))
+            self._recorded.append((query.new_empty(*query.shape[:2], 0, query.shape[3]), key, value, options))
         return output
 
     def _is_step(self, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> bool:
@@ -197,9 +208,14 @@ class StateLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no 
         """Remove the last tokens, given as a negative number, as in transformers; the others are final.
 
         Raises:
-            ValueError: They are more than were recorded since the last call.
+            ValueError: The number is positive, or the tokens are more than were recorded since the last call.
         """
-        count, recorded = abs(tokens_to_remove), sum(key.shape[-2] for _, key, _, _ in self._recorded)
+        if tokens_to_remove > 0:
+            raise ValueError(
+                f"tokens_to_remove: expected a negative number, got {tokens_to_remove}; pass {-tokens_to_remove} to "
+                "remove that number of tokens"
+            )
+        count, recorded = -tokens_to_remove, sum(key.shape[-2] for _, key, _, _ in self._recorded)
         if count > recorded and self._length:
             raise ValueError(
                 f"past_key_values.crop: {count} tokens cannot be removed from a state of "
