@@ -21,7 +21,7 @@ LIBRARY = SOURCE / "subquad"
 METHODS = {"Exact", "Taylor", "RandomFeatures", "Linear", "Separable", "Multipole", "Auto", "UserMap"}
 # Lines of code, without blank lines, comments and docstrings.
 CORE = ("methods", "_calls", "_engines", "native", "attention.py", "_torch_internals.py")
-MAX_CODE_LINES = {CORE: 4900, ("planning",): 2440, ("integrations",): 1300}
+MAX_CODE_LINES = {CORE: 4900, ("planning",): 2440, ("integrations",): 1320}
 MAX_FUNCTION_LINES, MAX_POSITIONAL = 60, 8
 MAX_ISINSTANCE_LINES, MAX_LEVELS = 12, 8
 # Functions whose arguments are in the order of torch or of flash_attn.

@@ -319,8 +319,9 @@ def test_cropping_tokens_that_were_not_recorded_raises_by_name():
 
 def test_a_cache_whose_states_are_not_read_raises():
     model, cache = started()
-    model.set_attn_implementation("sdpa")
-    model(torch.full((3, 1), 7), past_key_values=cache)
+    key = torch.zeros(3, 2, 1, 8)
+    cache.layers[0].expect()
+    cache.update(key, key, 0)
     with pytest.raises(RuntimeError, match="did not update its states"):
         model(torch.full((3, 1), 7), past_key_values=cache)
 
@@ -340,6 +341,7 @@ def test_two_layers_that_share_a_state_raise():
     for layer in model.model.layers:
         layer.self_attn.layer_idx = 0
     key = torch.zeros(3, 2, 1, 8)
+    cache.layers[0].expect()
     marked, value = cache.update(key, key, 0)
     first, second = (layer.self_attn for layer in model.model.layers)
     attend = lambda layer: subquad.integrations.transformers.attend(layer, torch.zeros(3, 4, 1, 8), marked, value, None)

@@ -7,6 +7,7 @@ from math import inf
 import pytest
 import torch
 
+import subquad
 from subquad import Linear, Multipole, Taylor
 
 try:
@@ -289,7 +290,7 @@ def test_static_generation_is_dynamic_generation(name, method):
             cache = StaticCache(config=model.config, max_cache_len=40)
             for option in (dict(cache_implementation="static"), dict(past_key_values=cache)):
                 if name == "gemma3" and method == "exact":  # Windows have states, the other layers keys.
-                    with pytest.raises(ValueError, match="a static cache holds keys, and a part of the layers"):
+                    with pytest.raises(ValueError, match="a static cache holds keys, but some layers"):
                         model.generate(**ids, **given, **option)
                 else:
                     assert model.generate(**ids, **given, **option).tolist() == expected.tolist()
@@ -299,12 +300,13 @@ def test_a_static_cache_is_refused_where_layers_differ(tmp_path):
     model, given = tiny("llama"), dict(max_new_tokens=3, do_sample=False, cache_implementation="static")
     for layers in ([0], [1]):
         with replace_attention(model, "taylor", layers=layers):
-            with pytest.raises(
-                ValueError, match=r"past_key_values: a static cache holds keys, and a part of the layers"
-            ):
+            with pytest.raises(ValueError, match=r"past_key_values: a static cache holds keys, but some layers"):
                 model.generate(**prompt("llama", "left"), **given)
             cache = StaticCache(config=model.config, max_cache_len=20)
-            with pytest.raises(ValueError, match=r"past_key_values: a static cache holds keys, and Taylor a state"):
+            with pytest.raises(
+                ValueError,
+                match=r"past_key_values: a static cache holds keys, but Taylor keeps a state; use a DynamicCache",
+            ):
                 model(**inputs("llama"), past_key_values=cache)
     model = named(Taylor(2), tmp_path)
     with pytest.raises(ValueError, match="static caches are not supported by Taylor when it is selected by name; call"):
@@ -350,3 +352,121 @@ def test_a_sequence_that_outgrows_its_window_gets_it(method, pieces):
         assert cache.layers[0].state.method.label == f"Window({WINDOW})"
         assert cache.layers[0]._recorded == []
     assert cache.get_seq_length() == LONG
+
+
+@pytest.fixture
+def crossings(monkeypatch):
+    """The lengths before and after each `crop` from outside a window of 32 keys to its inside."""
+    found = []
+    crop = StateLayer.crop
+
+    def recorded(self, count):
+        before = self._length
+        crop(self, count)
+        found.extend([(before, self._length)] if before > 32 >= self._length else [])
+
+    monkeypatch.setattr(StateLayer, "crop", recorded)
+    return found
+
+
+@pytest.mark.parametrize("length", [20, 30])
+@pytest.mark.parametrize("method", METHODS)
+def test_assisted_decoding_may_cross_the_window(method, length, crossings):
+    """Proposals begin inside the window and end outside, and some are removed.
+
+    The first call contains the first proposals. If it ends outside, the window serves the prompt too.
+    """
+    ids, given = PROMPT.repeat(1, 2)[:, :length], dict(max_new_tokens=24, min_new_tokens=24, do_sample=False)
+    for seed in range(4):
+        model, model_of_window = (tiny("mistral", seed=seed, sliding_window=32) for _ in range(2))
+        replace_attention(model, METHODS[method])
+        expected = (model if length < 28 else model_of_window).generate(ids, **given)
+        assert model.generate(ids, **given, prompt_lookup_num_tokens=5).tolist() == expected.tolist()
+    assert crossings
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_tokens_outside_a_window_can_be_removed(method):
+    """The state is that of the method again, unless the window read the first tokens."""
+    model, ids = tiny("mistral", num_hidden_layers=1), long_inputs()["input_ids"]
+    first = ids[:, WINDOW - 3 : WINDOW - 1]
+    window = model(ids).logits
+    with replace_attention(model, METHODS[method]):
+        short = model(ids[:, : WINDOW - 1]).logits
+        for pieces, expected in (((WINDOW - 3, LONG), short), ((LONG,), window)):
+            cache, start = state_cache(model), 0
+            cache.activate_past_recording()
+            for stop in pieces:
+                model(ids[:, start:stop], past_key_values=cache)
+                start = stop
+            cache.crop(WINDOW - 3 - LONG)
+            found = model(first, past_key_values=cache).logits
+            assert (found - expected[:, WINDOW - 3 : WINDOW - 1]).abs().max() < 1e-5
+            found = model(ids[:, WINDOW - 1 :], past_key_values=cache).logits
+            assert (found - window[:, WINDOW - 1 :])[:, 1:].abs().max() < 1e-5
+            assert (
+                found[:, 0] - (window if expected is window else model(ids[:, :WINDOW]).logits)[:, WINDOW - 1]
+            ).abs().max() < 1e-5
+            cache.crop(0)
+            assert cache.layers[0].state.method.label == f"Window({WINDOW})"
+            assert cache.layers[0]._recorded == []
+
+
+def test_a_reset_cache_may_outgrow_its_window_again():
+    model, ids = tiny("mistral"), long_inputs()["input_ids"]
+    with replace_attention(model, "taylor"):
+        cache, found = state_cache(model), []
+        for _ in range(2):
+            found.append([model(part, past_key_values=cache).logits for part in ids.tensor_split([4], 1)])
+            cache.reset()
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_queries_of_cross_attention_are_not_cut():
+    """Many queries of few keys, in a cache that records: all of them see all keys."""
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, 2, n, 8) for n in (RECORDED_PROMPT + 40, 60, 60))
+    layer = StateLayer()
+    layer.activate_past_recording()
+    options = dict(method=Taylor(2), is_causal=False, scale=None, enable_gqa=False)
+    marked, values = layer.update(key, value)
+    found = layer.attend(query, marked, values, attn_mask=None, segment_ids=None, **options)
+    assert torch.equal(found, subquad.attention(query, key, value, method=Taylor(2)))
+
+
+def test_recorded_tokens_do_not_keep_their_queries():
+    model = tiny("llama")
+    with replace_attention(model, "taylor"):
+        cache = state_cache(model)
+        cache.activate_past_recording()
+        model(**inputs("llama"), past_key_values=cache)
+    assert [tokens[0].untyped_storage().nbytes() for tokens in cache.layers[0]._recorded] == [0]
+
+
+def test_a_length_is_not_a_number_of_tokens_to_remove():
+    """As in transformers' own layers."""
+    model = tiny("llama")
+    caches = [model(**inputs("llama")).past_key_values]
+    with replace_attention(model, "taylor"):
+        caches.append(state_cache(model))
+        caches[1].activate_past_recording()
+        model(**inputs("llama"), past_key_values=caches[1])
+    for cache in caches:
+        with pytest.raises(ValueError, match="negative"):
+            cache.crop(8)
+
+
+@pytest.mark.parametrize("way", ["undo", "sdpa", "named"])
+def test_states_are_not_ignored_by_another_attention(way, tmp_path):
+    model = named(Taylor(2), tmp_path) if way == "named" else tiny("llama")
+    report = None if way == "named" else replace_attention(model, "taylor")
+    cache, token = state_cache(model), torch.full((3, 1), 7)
+    model(**inputs("llama"), past_key_values=cache)
+    model(token, past_key_values=cache)
+    model(token, past_key_values=copy.deepcopy(cache))
+    if way == "undo":
+        report.undo()
+    else:
+        model.set_attn_implementation("sdpa")
+    with pytest.raises(RuntimeError, match="attention of this model is no longer that of subquad; pass a new cache"):
+        model(token, past_key_values=cache)

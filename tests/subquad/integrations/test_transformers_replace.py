@@ -10,6 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import pytest
 import torch
+from torch import nn
 
 import subquad
 from subquad import Linear, Multipole, Taylor
@@ -20,8 +21,11 @@ except PackageNotFoundError:
     pytest.skip("transformers is not installed; pip install 'subquad[transformers]'", allow_module_level=True)
 
 import transformers
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 from subquad.integrations.transformers import StateLayer, register, replace_attention, state_cache
+from subquad.integrations.transformers.request import dropout_of
 from tiny_models import LENGTH, SPECIAL, inputs, padding, prompt, real, tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -362,6 +366,20 @@ def test_dropout_of_weights_is_for_exact_attention(name):
     assert not is_random()
     report.undo()
     assert is_random()
+
+
+def test_dropout_of_the_output_is_not_that_of_the_weights():
+    class WithOutputDropout(LlamaAttention):
+        def forward(self, *arguments, **keywords):
+            attention = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
+            output, _ = attention(*arguments, dropout=self.rate if self.training else 0.0)
+            return self.dropout(output)
+
+    layer = WithOutputDropout(tiny("llama").config, 0)
+    layer.dropout, layer.rate = nn.Dropout(0.5), 0.0
+    assert dropout_of(layer, Taylor(2), Taylor(2)) == 0
+    layer.rate = 0.25
+    assert dropout_of(layer, Taylor(2), Taylor(2)) == 0.25
 
 
 def test_dropout_of_a_model_with_a_name_is_removed_with_a_warning(tmp_path):

@@ -11,6 +11,7 @@ Axes: b batch, n queries of this call, m keys of this call.
 import re
 import warnings
 from dataclasses import replace
+from math import inf
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from subquad.integrations.transformers.compute import attend_to_all, attend_to_r
 from subquad.integrations.transformers.layers import Choice, method_of, methods
 from subquad.integrations.transformers.mask import Mask, Seen, read
 from subquad.integrations.transformers.request import Request, has_no_window, needs_exact, planned, serve
+from subquad.integrations.transformers.state_layer import StateLayer
 from subquad.integrations.transformers.unsupported import EXACT_ONLY, NO_METHOD, Unsupported
 from subquad.methods import AnyMethod
 from subquad.methods.exact import Exact
@@ -136,11 +138,14 @@ def _watch(layer: Any) -> None:
         layer.subquad_is_watched = True
 
 
-def _length(query: Tensor, key: Tensor, mask: Mask | Tensor | None) -> int:
-    """Return the number of tokens so far, which a sliding cache that holds keys has dropped in part."""
+def _length(query: Tensor, key: Tensor, mask: Mask | Tensor | None) -> float:
+    """Return the number of tokens so far, some of which a sliding cache that holds keys has dropped.
+
+    It is infinite if the window stays although tokens were removed.
+    """
     if hasattr(key, "subquad_layer"):
-        length: int = key.subquad_layer.length_with(key)
-        return length
+        state_layer: StateLayer = key.subquad_layer
+        return inf if state_layer.has_outgrown else state_layer.length_with(key)
     if isinstance(mask, Mask):
         return mask.key_length + int(mask.arguments.get("kv_offset", 0))
     return key.shape[-2] + (key.shape[-2] != query.shape[-2])  # A full cache returns as many keys as the window has.

@@ -17,8 +17,8 @@ from subquad.integrations.transformers.request import planned, short_length
 from subquad.integrations.transformers.state_layer import StateLayer
 
 STATIC = (
-    "past_key_values: a static cache holds keys, and {} a state instead; "
-    'remove cache_implementation="static", or pass a DynamicCache'
+    "past_key_values: a static cache holds keys, but {} a state; "
+    'use a DynamicCache (or drop cache_implementation="static")'
 )
 
 
@@ -72,7 +72,7 @@ def hold_states(model: nn.Module, cache: Cache) -> None:
         states = {index: read for index, read in by_index.items() if all(map(_holds_state, read))}
         if type(part) is StaticCache and states and len(states) < len(by_index):
             # Masks are made for all layers at once, at the length of one of them.
-            raise ValueError(STATIC.format(f"a part of the layers ({', '.join(map(str, states))})"))
+            raise ValueError(STATIC.format(f"some layers ({', '.join(map(str, states))}) keep"))
         for index, read in states.items():
             _replace(part, index, short_length(read[0], method_of(read[0])))
 
@@ -93,14 +93,18 @@ def hold_state(layer: Any, arguments: tuple[Any, ...], keywords: dict[str, Any])
         is_causal = getattr(layer, "is_causal", True)
         cache = cache.self_attention_cache if is_causal else cache.cross_attention_cache
     old = cache.layers[index] if index < len(cache.layers) else None
+    if type(old) is StateLayer and method_of(layer) is not None:
+        old.expect()
     if type(old) is StateLayer or (layer.training and torch.is_grad_enabled()) or not _holds_state(layer):
         return
     if isinstance(old, StaticLayer):
-        raise ValueError(STATIC.format(type(method_of(layer)).__name__))
+        raise ValueError(STATIC.format(f"{type(method_of(layer)).__name__} keeps"))
     if type(cache) is DynamicCache and not cache.offloading:
         # A model whose method was selected by name does not tell whether it is going to remove tokens; windows do.
         may_remove = not hasattr(layer, "subquad_choice") and type(old) is not DynamicSlidingWindowLayer
         _replace(cache, index, inf if may_remove else short_length(layer, method_of(layer)))
+        if isinstance(new := cache.layers[index], StateLayer):
+            new.expect()
 
 
 def _holds_state(layer: Any) -> bool:

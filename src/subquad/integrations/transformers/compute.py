@@ -68,15 +68,16 @@ def attend_to_recent(
 
 def attend_to_seen(query: Tensor, key: Tensor, value: Tensor, seen: Seen, **options: Any) -> Tensor:
     """Continue from the state that comes with the keys, if any; otherwise compute on all keys of the cache."""
+    output: Tensor
     state_layer: StateLayer | None = getattr(key, "subquad_layer", None)
     n, m = query.shape[-2], key.shape[-2]
     options |= dict(attn_mask=seen.keys, is_causal=seen.is_causal, segment_ids=seen.segment_ids)
     if state_layer is not None:
-        return state_layer.attend(query, key, value, **options)
+        output = state_layer.attend(query, key, value, **options)
+        return output
     before = max(0, m - n) if seen.is_causal else 0  # The queries are the last of the positions.
     if before and isinstance(options["method"], BlockSparse):
         raise ValueError("past_key_values: BlockSparse describes a whole sequence; pass use_cache=False")
-    output: Tensor
     has_head_masks = seen.keys is not None and seen.keys.shape[1] > 1
     is_recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
     # A state has one mask for all heads, and gradients are faster without one.

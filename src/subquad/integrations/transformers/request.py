@@ -10,8 +10,10 @@ a window. Before it, `request_of` reads what the layer is going to ask for, for 
 """
 
 import inspect
+import re
 from dataclasses import dataclass, replace
 from functools import cache
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
@@ -92,7 +94,7 @@ def short_length(layer: Any, method: AnyMethod | Auto | None) -> int:
     return request.window if request.window is not None and has_no_window(method, request, request.window) else 0
 
 
-def has_no_window(method: AnyMethod | Auto | None, request: Request, length: int) -> bool:
+def has_no_window(method: AnyMethod | Auto | None, request: Request, length: float) -> bool:
     """Return whether a sequence is so short that its layer, with a window, gets the chosen method.
 
     `Window` is exact, so it stays where exact attention was chosen, and where the weights have to be changed anyway.
@@ -117,9 +119,18 @@ def dropout_of(layer: Any, chosen: AnyMethod | Auto, method: AnyMethod | Auto) -
     # Windows alone are masks, so exact attention serves them with dropout.
     if engine_of(method) == "exact" or (engine_of(chosen) == "exact" and not request.changes_weights):
         return 0.0
-    names = inspect.unwrap(layer.__class__.forward).__code__.co_names
-    found = [getattr(layer, name, 0.0) for name in names if "dropout" in name and not name.startswith("resid")]
-    return max([getattr(dropout, "p", dropout) for dropout in found], default=0.0)
+    return max((attrgetter(name)(layer) for name in _dropout_attributes(layer.__class__)), default=0.0)
+
+
+@cache
+def _dropout_attributes(kind: Any) -> frozenset[str]:
+    """Return the attributes in what `forward` passes as `dropout=`, such as "attn_dropout.p"."""
+    try:
+        source = inspect.getsource(inspect.unwrap(kind.forward))
+    except OSError:  # A class that was typed in has none; its dropout, if any, raises at the first call.
+        return frozenset()
+    passed = re.findall(r"\bdropout=([^,\n]*)", source)
+    return frozenset(re.findall(r"self\.([\w.]+)", " ".join(passed))) - {"training"}
 
 
 def _window_of(layer: Any) -> int | None:

@@ -52,8 +52,10 @@ class StateLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no 
         self._decoder: Decoder | None = None  # takes the state over while tokens come one at a time
         self._length = length
         self._options: tuple[Any, ...] = ()  # method, scale and grouping of the last call that was not a step
+        self._is_watched = self._is_expected = False  # whether `expect` is called before each update, and was
         self._unread = False  # whether `update` returned keys that the state does not contain yet
-        self._kept_up_to, self.record_past = kept_up_to, False
+        is_whole = keys is None or keys.shape[-2] == length
+        self._limit, self._kept_up_to, self.record_past = kept_up_to, kept_up_to if is_whole else 0, False
         self._before: State | None = None  # the state before the recorded tokens
         self._recorded: list[Tokens] = []
         # Models read these attributes in cross-attention after the first call.
@@ -64,6 +66,10 @@ class StateLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no 
     def state(self) -> State | None:
         return self._state if self._decoder is None else self._decoder.state
 
+    def expect(self) -> None:
+        """Expect an update by a layer whose method reads states; from now on, others raise."""
+        self._is_watched = self._is_expected = True
+
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Return the keys that were not read yet and the new ones, marked, and their values."""
         if self._unread:
@@ -72,7 +78,12 @@ class StateLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no 
                 "model changes its keys after storing them, pass use_cache=False. If its attention is no longer that "
                 "of subquad, or the last call raised an error, pass a new cache."
             )
-        self._unread = True
+        if self._is_watched and not self._is_expected and not torch.compiler.is_compiling():
+            raise RuntimeError(
+                "past_key_values: it holds states, and the attention of this model is no longer that of subquad; "
+                "pass a new cache"
+            )
+        self._unread, self._is_expected = True, False
         if self._waiting and self.keys is not None and self.values is not None:
             key_states = torch.cat([self.keys, key_states], -2)
             value_states = torch.cat([self.values, value_states], -2)
@@ -87,6 +98,17 @@ class StateLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no 
         """Return the number of tokens after the given keys, which `update` returned."""
         return self._length + key.shape[-2] - self._waiting
 
+    @property
+    def has_outgrown(self) -> bool:
+        """Whether a sequence with a window has got it for good.
+
+        Tokens that were removed do not change this if they came with the first ones: the window has served both, and
+        the keys of the next layers contain its outputs.
+        """
+        return self._kept_up_to != self._limit
+
+    # A graph that recorded it would be made again for each length of the state.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
         """Compute attention to all keys so far and the new ones, if any; arguments as for `attention`."""
         output: Tensor
@@ -96,27 +118,30 @@ class StateLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no 
         if not self._unread and not self._waiting:
             raise RuntimeError("past_key_values: two layers share one state; pass layers=[...] without the second one")
         n, m, length = query.shape[-2], key.shape[-2], self.length_with(key)
-        if self._kept_up_to and self._options and options["method"] != self._options[0]:
-            self._read_again(self._recorded, method=options["method"])
-        tokens = (query, key, value, options)
+        tokens, outputs, is_first = (query, key, value, options), [], not self._options
         if n < m and n and options["is_causal"]:  # Keys that waited come before the queries.
             first, tokens = cut(tokens, m - n)
             self._advance(*first)
-        if self.record_past and not self._options and n > RECORDED_PROMPT and not self._kept_up_to:
+        elif self._kept_up_to and self._options and options["method"] != self._options[0]:
+            inside = self._kept_up_to - self._length
+            if self.record_past and 0 < inside < n:
+                # Tokens that may be removed: each gets the method that it would get in a call of its own.
+                first, tokens = cut(tokens, int(inside))
+                outputs.append(self._advance(*first[:3], first[3] | dict(method=self._options[0])))
+            self._read_again(self._recorded, options["method"])
+        elif self.record_past and is_first and options["is_causal"] and n > RECORDED_PROMPT and not self._kept_up_to:
             first, tokens = cut(tokens, n - RECORDED_PROMPT)
-            outputs = [self._advance(*first)]
+            outputs.append(self._advance(*first))
             self._forget_tokens()
-            output = torch.cat([*outputs, self._advance(*tokens)], -2)
-        else:
-            output = self._advance(*tokens)
+        outputs.append(self._advance(*tokens))
         self._length, self._unread = length, False
-        if length > self._kept_up_to > 0:
+        if length > self._kept_up_to > 0 and (is_first or not self.record_past):
             self._kept_up_to = 0
             if not self.record_past:
                 self._forget_tokens()
         keys, self.values = (x.new_empty(*x.shape[:2], 0, x.shape[3]) for x in (key, value))
         self.keys = self._marked(keys)  # No key waits.
-        return output
+        return torch.cat(outputs, -2) if len(outputs) > 1 else outputs[0]
 
     def _advance(self, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
         """Continue from the state, and record the tokens if they may be removed."""
@@ -132,7 +157,7 @@ class StateLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no 
             )
             self._options = (options["method"], options["scale"], options["enable_gqa"])
         if self.record_past or self._kept_up_to:
-            self._recorded.append((query[:, :, :0], key, value, options))
+            self._recorded.append((query.new_empty(*query.shape[:2], 0, query.shape[3]), key, value, options))
         return output
 
     def _is_step(self, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> bool:
@@ -184,9 +209,14 @@ class StateLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no 
         """Remove the last tokens, given as a negative number, as in transformers; the others are final.
 
         Raises:
-            ValueError: They are more than were recorded since the last call.
+            ValueError: The number is positive, or the tokens are more than were recorded since the last call.
         """
-        count, recorded = abs(tokens_to_remove), sum(key.shape[-2] for _, key, _, _ in self._recorded)
+        if tokens_to_remove > 0:
+            raise ValueError(
+                f"tokens_to_remove: expected a negative number, got {tokens_to_remove}; pass {-tokens_to_remove} to "
+                "remove that number of tokens"
+            )
+        count, recorded = -tokens_to_remove, sum(key.shape[-2] for _, key, _, _ in self._recorded)
         if count > recorded and self._length:
             raise ValueError(
                 f"past_key_values.crop: {count} tokens cannot be removed from a state of "
@@ -202,15 +232,17 @@ class StateLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no 
             for tokens in self._recorded:
                 kept += [cut(tokens, left)[0]] if left > 0 else []
                 left -= tokens[1].shape[-2]
-            self._read_again(kept)
-        if not self._kept_up_to:
+            self._read_again(kept, kept[-1][3]["method"] if kept else None)
+        if self._length > self._kept_up_to:
+            self._kept_up_to = 0
             self._forget_tokens()
 
-    def _read_again(self, recorded: list[Tokens], **changes: Any) -> None:
-        """Compute the state again from these tokens."""
+    def _read_again(self, recorded: list[Tokens], method: Any) -> None:
+        """Compute the state again from these tokens, with one method; each remembers the one with which it came."""
         self._state, self._decoder, self._recorded = self._before, None, []
         for query, key, value, options in recorded:
-            self._advance(query, key, value, options | changes)
+            self._advance(query, key, value, options | dict(method=method))
+        self._recorded = recorded
 
     def _forget_tokens(self) -> None:
         """Make the recorded tokens final."""
@@ -232,7 +264,7 @@ class StateLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no 
 
     def reset(self) -> None:
         recording = self.record_past
-        self.__init__(kept_up_to=self._kept_up_to)  # type: ignore[misc]
+        self.__init__(kept_up_to=self._limit)  # type: ignore[misc]
         self.record_past = recording
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
