@@ -111,3 +111,10 @@ def test_a_mask_that_repeats_itself_is_read_once() -> None:
     q, k, v = drawn()
     found = attention(q, k, v, causal.expand(2, 4, N, N), method="taylor")
     assert torch.equal(found, attention(q, k, v, is_causal=True, method="taylor"))
+
+
+def test_a_bias_for_keys_is_refused_by_name() -> None:
+    q, k, v = drawn()
+    for mask in (torch.rand(N), torch.rand(1, N), torch.rand(2, 1, 1, N)):
+        with pytest.raises(ValueError, match=r"^attn_mask: got torch.float32, a bias"):
+            attention(q, k, v, mask, method="taylor")

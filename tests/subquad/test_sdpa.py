@@ -238,14 +238,16 @@ def test_an_encoder_of_torch_computes_as_after_replace_attention(method, trainin
 
 
 def test_a_block_without_calls_says_what_may_be_wrong(monkeypatch):
-    monkeypatch.delitem(sys.modules, __name__)  # It holds the function, by the name TORCH.
-    with pytest.warns(UserWarning, match=r"sdpa: no call .* need_weights=True"), sdpa("taylor"):
-        pass
-    holder = types.ModuleType("my_model")
+    module = sys.modules[sdpa.__module__]
+    holder, empty = types.ModuleType("my_model"), types.ModuleType("another")
     holder.attend = TORCH
-    monkeypatch.setitem(sys.modules, "my_model", holder)
-    with pytest.warns(UserWarning, match="my_model imported the function by name"), sdpa("taylor"):
-        pass
+    for modules, message in (
+        ({"another": empty, "gone": None}, "need_weights=True"),
+        ({"my_model": holder}, "my_model"),
+    ):
+        monkeypatch.setattr(module, "sys", types.SimpleNamespace(modules=modules))
+        with pytest.warns(UserWarning, match=f"sdpa: no call .* {message}"), sdpa("taylor"):
+            pass
 
 
 def test_a_routing_that_makes_calls_does_not_warn():

@@ -256,10 +256,21 @@ def test_with_fixed_sizes_keeps_the_sizes_of_a_constant_out_of_a_dynamic_program
         assert float(compiled(torch.zeros(n, 3))) == 2
 
 
+def test_assert_later() -> None:
+    def checked(x: Tensor) -> Tensor:
+        internals.assert_later((x > 0).all(), "expected numbers above 0")
+        return x + 1
+
+    for function in (checked, torch.compile(checked, fullgraph=True, backend="aot_eager")):
+        assert torch.equal(function(X + 1), X + 2)
+        with pytest.raises(RuntimeError, match="expected numbers above 0"):
+            function(X)
+
+
 def test_every_function_has_a_canary() -> None:
     named = {name: value for name, value in vars(internals).items() if not name.startswith("__")}
     own = {name for name, value in named.items() if getattr(value, "__module__", "") == internals.__name__}
     tested = {"find_internal", "in_transform", "in_vmap", "is_transformed", "is_recorded", "is_batched",
               "mark_constant", "register_container", "in_trace", "has_open_size", "has_numbers", "outside_graph",
-              "exponential", "in_onnx_export", "with_fixed_sizes"}  # fmt: skip
+              "exponential", "in_onnx_export", "with_fixed_sizes", "assert_later"}  # fmt: skip
     assert own == tested

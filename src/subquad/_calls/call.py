@@ -138,7 +138,8 @@ class Call(NamedTuple):
 
     def _from_pairs(self, attn_mask: Tensor) -> "Call":
         """Return the call with the keys and the causality that a matrix stands for."""
-        shown = None if attn_mask.shape[-2] != self.layout.queries else shown_by(unexpanded(attn_mask))
+        is_matrix = attn_mask.dim() > 1 and attn_mask.shape[-2] == self.layout.queries
+        shown = shown_by(unexpanded(attn_mask)) if is_matrix else None
         split = None if shown is None else split_pairs(shown)
         if split is None or (split[1] and self.is_stateful):  # A causal matrix does not say where the state's keys are.
             raise unfactored(attn_mask, 'use method="exact"')
