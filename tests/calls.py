@@ -8,6 +8,7 @@ Axes: b batch, h heads, n queries, m keys, d width, e value width, r features.
 """
 
 from collections.abc import Callable
+from itertools import accumulate
 
 import pytest
 import torch
@@ -46,6 +47,17 @@ METHODS = {
     "own map": Squares(),
 }
 RANDOM = [name for name, method in METHODS.items() if isinstance(method, RandomFeatures)]
+
+SAMPLE_LENGTH = 70  # tokens of calls whose rows are sampled
+_KEEP = torch.rand(2, SAMPLE_LENGTH, generator=torch.Generator().manual_seed(1)) > 0.2
+SAMPLE_MASKS = {
+    "open": {},
+    "causal": dict(is_causal=True),
+    "padded": dict(key_padding_mask=_KEEP, is_causal=True),
+    "masked": dict(attn_mask=_KEEP[:, None, None, :]),
+    "packed": dict(segment_ids=(torch.arange(SAMPLE_LENGTH) // 30).expand(2, -1), key_padding_mask=_KEEP),
+    "scaled": dict(scale=0.3),
+}
 
 by_method = pytest.mark.parametrize("name", METHODS)
 by_causal_form = pytest.mark.parametrize("form", ["dense", "chunked", "fused"])
@@ -169,3 +181,13 @@ def totals(state: State) -> Tensor:
 
 def assert_same(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-10)
+
+
+def allocated(call: Callable[[], object]) -> int:
+    """Return the most that torch's allocator has handed out at one time during the call."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        call()
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    return max(accumulate(changes))

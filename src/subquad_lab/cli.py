@@ -15,9 +15,9 @@ from subquad_lab.interruption import Interrupted
 
 
 def demo(out: str = "demo") -> None:
-    """See all of it in some minutes: a plan for this machine, the theory, four small models, and a page about them.
+    """Run the whole lab in a few minutes: a plan for this machine, the theory, four small models, and a report.
 
-    Run again after a stop, it goes on where it was; without the folder it begins anew.
+    After an interruption, run the same command to resume; delete the folder to start again.
 
     Args:
         out: Folder to write into.
@@ -28,6 +28,7 @@ def demo(out: str = "demo") -> None:
 
 
 def plan(
+    *,
     length: int | None = None,
     heads: int | None = None,
     head_dim: int | None = None,
@@ -119,7 +120,7 @@ def bench(
 
 
 def train(experiment: str | None, config: Any, out: str, resume: str | None) -> None:
-    """Train a model: a new run, or --resume RUN to go on with one that was stopped.
+    """Train a model: a new run, or --resume RUN to resume one that was stopped.
 
     A run's folder holds its config, figures, checkpoints, result and curves. Ctrl-C finishes the step and saves.
     """
@@ -135,7 +136,7 @@ def train(experiment: str | None, config: Any, out: str, resume: str | None) -> 
 def compare(experiment: str | None, config: Any, out: str) -> None:
     """Train all variants of an experiment with the same data, budget and seeds: one table, one plot.
 
-    Run again with the same --out, it goes on where it was.
+    After an interruption, run the same command with the same --out to resume.
     """
     from pathlib import Path
 
@@ -221,7 +222,7 @@ def sample(
     top_p: float | None = None,
     seed: int = 0,
 ) -> None:
-    """Let a trained language model go on with a text.
+    """Continue a text with a trained language model.
 
     Args:
         run: Folder of the run.
@@ -229,8 +230,8 @@ def sample(
         count: Number of texts.
         words: The most words that are added to each; one ends with its sentence.
         temperature: Below 1 likely words become likelier, above 1 rarer ones do; 0 takes the likeliest.
-        top_k: Choose among so many likeliest words.
-        top_p: Choose among the fewest words that together have this share.
+        top_k: Sample from the k most likely words only.
+        top_p: Nucleus sampling: the smallest set of words with this total probability.
         seed: Of the first text; the next one has the next.
     """
     from subquad_lab.sampling import run as say
@@ -242,7 +243,7 @@ def predict(run: str, images: list[str]) -> None:
     """Say which class a trained image model takes each picture for, and how sure it is.
 
     Args:
-        run: Folder of the run; of a series, its best run speaks.
+        run: Folder of the run; for a series, its best run is used.
         images: Files of pictures.
     """
     from subquad_lab.predicting import run as say
@@ -268,7 +269,7 @@ def transcribe(run: str, files: list[str], beams: int = 4) -> None:
 def synthesize(metadata: str, out: str, voices: str = "en-us", clips: int | None = None) -> None:
     """Make a folder like LJSpeech's from transcripts, spoken by espeak-ng (the extra `speech`).
 
-    Run again with the same OUT, it goes on where it was.
+    After an interruption, run the same command with the same OUT to resume.
 
     Args:
         metadata: A file with lines of id|text or id|text|normalised text.

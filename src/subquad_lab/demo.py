@@ -1,6 +1,6 @@
 """`subquad demo`: the lab in some minutes, stage by stage, each in a process of its own.
 
-What a stage has made stays in the folder: stopped and started again, the demo goes on where it was.
+Each stage leaves its results in the folder, so that an interrupted demo resumes with the next one.
 """
 
 import contextlib

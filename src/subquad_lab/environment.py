@@ -67,7 +67,7 @@ def calibration() -> dict[str, Any]:
     device, dtype = torch.device("cpu"), torch.float32
     try:
         file = file_of(machine(device, dtype))
-    except RuntimeError:  # there is no home folder
+    except RuntimeError:  # no home folder
         return {"state": "missing", "file": None, "age_seconds": None, "note": "no home folder: set SUBQUAD_CACHE"}
     try:
         age = time.time() - file.stat().st_mtime

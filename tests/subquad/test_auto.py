@@ -186,7 +186,7 @@ def test_tiny_logits_have_a_bound_and_need_no_sample(monkeypatch) -> None:
 @pytest.mark.parametrize("degree", [1, 2, 3, 4])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_the_bound_holds(degree, is_causal) -> None:
-    """Also where an odd series is not positive: there is no bound, which is infinity."""
+    """Also where an odd series is not positive: its bound is infinity."""
     for seed, scale in enumerate((0.01, 0.1, 0.3, 1.0, 3.0)):
         q, k, v = (x.double() for x in drawn(seed, 200, 4, scale, "normal"))
         call = Call.of(q, k, v, is_causal=is_causal)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from calls import allocated
 from subquad import (
     Auto,
     Cost,
@@ -230,7 +231,7 @@ def test_bytes_moved() -> None:
 
 @by_torch
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs the high-water mark in /proc")
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs a heap that can be told to return what is freed")
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="needs a heap that can return freed memory")
 @pytest.mark.parametrize(
     "request_",
     [
@@ -247,16 +248,6 @@ def test_peak_memory_within_15_percent(request_, monkeypatch) -> None:
     expected = cost(parse_method(request_.method), query_length=request_.length, head_dim=request_.width,
                     heads=request_.heads, is_causal=True, training=request_.backward).peak_bytes  # fmt: skip
     assert measure(request_).peak_bytes == pytest.approx(expected, rel=0.15)
-
-
-def allocated(call) -> int:
-    """The most that torch's allocator has handed out at one time during the call."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
-        call()
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-    changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
-    return max(itertools.accumulate(changes))
 
 
 @by_torch

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import subquad
+from calls import METHODS as CALLED
 from calls import relative
-from subquad import Auto, Exact, Linear, Multipole, RandomFeatures, Separable, Taylor, Window, attention, native
+from subquad import Auto, Exact, Multipole, RandomFeatures, Taylor, Window, attention, native
 from subquad.native.calls import MAPS
 
 pytestmark = [
@@ -21,17 +22,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning"),
 ]
 
-FEATURES = {
-    "taylor": Taylor(2),
-    "diagonal": Taylor(2, basis="diagonal"),
-    "positive": RandomFeatures(16),
-    "hyperbolic": RandomFeatures(16, "hyperbolic"),
-    "trigonometric": RandomFeatures(16, "trigonometric"),
-    "identity": Linear("identity"),
-    "elu": Linear("elu"),
-    "relu": Linear("relu"),
-    "separable": Separable(),
-}
+FEATURES = {name: method for name, method in CALLED.items() if name not in ("odd taylor", "own map")}
+FEATURES |= {"diagonal": Taylor(2, basis="diagonal")}
 METHODS = FEATURES | {"window": Window(8), "window with sinks": Window(8, sinks=2)}
 DATA_DEPENDENT = {"multipole": Multipole(), "auto": Auto()}
 SIZES = [(1, 1), (2, 63), (1, 64), (3, 65), (2, 200), (1, 4096)]  # batch and length

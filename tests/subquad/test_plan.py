@@ -267,9 +267,9 @@ def test_a_plan_for_training_from_scratch(is_causal) -> None:
 
 @pytest.mark.parametrize(("arguments", "message"), [
     (dict(purpose="serve"), "purpose: expected one of 'swap', 'train', got 'serve'"),
-    (dict(purpose="train", logit_range=1), "logit_range: with purpose='train' there is no error to allow, predict"),
-    (dict(purpose="train", max_error=0.1), "max_error: with purpose='train' there is no error to allow, predict"),
-    (dict(purpose="train", sample=()), "sample: with purpose='train' there is no error to allow, predict"),
+    (dict(purpose="train", logit_range=1), "logit_range: leave it out with purpose='train'"),
+    (dict(purpose="train", max_error=0.1), "max_error: leave it out with purpose='train'"),
+    (dict(purpose="train", sample=()), "sample: leave it out with purpose='train'"),
 ])  # fmt: skip
 def test_a_purpose_has_its_own_arguments(arguments, message) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):

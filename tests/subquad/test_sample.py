@@ -6,12 +6,14 @@ from functools import partial
 import pytest
 import torch
 
+from calls import SAMPLE_LENGTH, SAMPLE_MASKS
 from reference import METHODS
 from subquad import Auto, Exact, attention, logit_range, measure_error
 from subquad._calls.call import Call
 from subquad.planning.rows import BLOCK_PAIRS, pick_rows, row_blocks
 
-N = 70
+N, MASKS = SAMPLE_LENGTH, SAMPLE_MASKS
+KEEP = MASKS["padded"]["key_padding_mask"]
 
 
 def tensors(n: int = N, m: int = N, scale: float = 1.0) -> tuple[torch.Tensor, ...]:
@@ -19,17 +21,6 @@ def tensors(n: int = N, m: int = N, scale: float = 1.0) -> tuple[torch.Tensor, .
     shapes = (2, 4, n, 4), (2, 2, m, 4), (2, 2, m, 5)
     q, k, v = (torch.randn(s, generator=generator) for s in shapes)
     return q * scale, k, v
-
-
-KEEP = torch.rand(2, N, generator=torch.Generator().manual_seed(1)) > 0.2
-MASKS = {
-    "open": {},
-    "causal": dict(is_causal=True),
-    "padded": dict(key_padding_mask=KEEP, is_causal=True),
-    "masked": dict(attn_mask=KEEP[:, None, None, :]),
-    "packed": dict(segment_ids=(torch.arange(N) // 30).expand(2, -1), key_padding_mask=KEEP),
-    "scaled": dict(scale=0.3),
-}
 
 
 @pytest.mark.filterwarnings("ignore:.*weights can be negative")

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from calls import SAMPLE_LENGTH, SAMPLE_MASKS, allocated
 from subquad import (
     Auto,
     BlockSparse,
@@ -232,16 +233,6 @@ def test_the_kernels_are_priced_only_where_they_compute() -> None:
 # --- Memory -----------------------------------------------------------------------------------------------------------
 
 
-def allocated(call) -> int:
-    """The most that torch's allocator has handed out at one time during the call."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
-        call()
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-    changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
-    return max(itertools.accumulate(changes))
-
-
 def assert_peak(method: object, sizes: tuple[int, ...], training: bool, dtype: torch.dtype, rel: float) -> None:
     for is_causal in (False, True) if sizes[3] == sizes[4] else (True,):
         inputs = [x.detach().to(dtype).requires_grad_(training) for x in inputs_of(sizes, d=32, e=48)]
@@ -375,17 +366,9 @@ def test_errors_are_unknown_until_measured() -> None:
     assert error(Window(None), logit_range=1.0) == NO_ERROR
 
 
-N = 70
-KEEP = torch.rand(2, N, generator=torch.Generator().manual_seed(1)) > 0.2
-MASKS = {
-    "open": {},
-    "causal": dict(is_causal=True),
-    "padded": dict(key_padding_mask=KEEP, is_causal=True),
-    "masked": dict(attn_mask=KEEP[:, None, None, :]),
-    "of query heads": dict(attn_mask=torch.rand(1, 4, 1, N, generator=torch.Generator().manual_seed(2)) > 0.2),
-    "packed": dict(segment_ids=(torch.arange(N) // 30).expand(2, -1), key_padding_mask=KEEP),
-    "scaled": dict(scale=0.3),
-}
+N = SAMPLE_LENGTH
+HEAD_MASK = torch.rand(1, 4, 1, N, generator=torch.Generator().manual_seed(2)) > 0.2
+MASKS = SAMPLE_MASKS | {"of query heads": dict(attn_mask=HEAD_MASK)}
 MEASURED = {
     "window": Window(9),
     "sinks": Window(9, sinks=5),

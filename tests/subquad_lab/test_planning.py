@@ -204,8 +204,8 @@ def test_damaged_sample_is_told(sample, tmp_path, complaint):
         (["--logit-range", ".inf"], "--logit-range: expected a number >= 0, found inf"),
         (["--logit-range", "3", "--sample", "file"], "give either --logit-range or --sample, not both"),
         (["--purpose", "serve"], "--purpose: expected swap or train, found 'serve'"),
-        (["--purpose", "train", "--logit-range", "3"], "--logit-range: with purpose='train' there is no error"),
-        (["--purpose", "train", "--max-error", "0.1"], "--max-error: with purpose='train' there is no error to allow"),
+        (["--purpose", "train", "--logit-range", "3"], "--logit-range: leave it out with purpose='train'"),
+        (["--purpose", "train", "--max-error", "0.1"], "--max-error: leave it out with purpose='train'"),
         (["--causal", "perhaps"], "--causal: expected true or false, found 'perhaps'"),
     ],
 )

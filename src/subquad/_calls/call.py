@@ -102,7 +102,7 @@ class Call(NamedTuple):
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is no query, or no key."""
+        """Whether the call has 0 queries or 0 keys."""
         return self.layout.rows * self.layout.group * self.layout.queries * self.layout.keys == 0
 
     @property

@@ -82,7 +82,7 @@ class Auto:
     Args:
         max_error: The relative error that is allowed.
         check_rows: How many rows of each head are computed exactly, to know how large the output is, and how wrong a
-            method is where there is no bound. More rows make the decision safer and slower.
+            method without a bound is. More rows make the decision safer and slower.
         remember: Whether later calls of the same shape begin with the answer of the one before. The promise stays the
             same for every call: a method that is remembered is checked on the rows of the new call before it is taken,
             and if it fails, all others are asked, within what is left of the tenth. Only "exact" is taken without a

@@ -141,7 +141,7 @@ def _noise(count: int) -> torch.Tensor:
 def calibrate(
     device: torch.device, dtype: torch.dtype = torch.float32, progress: Progress | None = None
 ) -> Calibration:
-    """Measure this machine within half a minute. Calls for which there is no time are scaled reference figures."""
+    """Measure this machine within half a minute; calls that do not fit into it are scaled from a reference."""
     before, begin = load(), time.perf_counter()
     count, show = len(grid_once()), progress or progress_line(CALIBRATION_SECONDS)
     best, ratios, done = [math.inf] * count, [], 0

@@ -60,7 +60,7 @@ def offered_methods(call: Call | None, shape: Shape) -> tuple[Any, ...]:
 
 
 def trained_methods(offered: tuple[Any, ...]) -> Errors:
-    """Return what a model can be trained with from scratch, where there is no error: positive, with usual settings."""
+    """Return the positive methods, with usual settings, that a model can be trained with from scratch."""
     methods = (Exact(), Linear("elu"), Linear("relu"), Taylor(2), RandomFeatures(MEASURED_COUNT), Separable(), *offered)
     return dict.fromkeys(methods, UNKNOWN_ERROR) | {Exact(): NO_ERROR}
 

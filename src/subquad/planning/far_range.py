@@ -2,8 +2,8 @@
 
     r = root mean square of the logits of some pairs;    warn if the method's own error on [-r, r] is above 1
 
-That is no bound: it is the error that the method predicts for typical logits of the call. It is looked at in the 1st,
-2nd, 4th, 8th, ... call of a line of code, so that it costs nothing on average, until it has warned about that line.
+This is not a bound, but the error that the method predicts for typical logits of the call. It is computed in the 1st,
+2nd, 4th, 8th, ... call of a line of code, which makes its amortized cost small, until that line was warned about.
 """
 
 import sys

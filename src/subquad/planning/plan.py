@@ -4,8 +4,8 @@ time      from the calibration of this machine (`seconds`)
 memory    counted (`cost`)
 error     from the logit range (`error`), or measured on a sample (`measured_error`)
 
-For a model that is trained from scratch there is no error, since no exact attention is replaced: all methods compete,
-with what they can recall (`recall`).
+A model that is trained from scratch replaces no exact attention, so errors do not matter: all methods compete, and the
+plan lists what they can recall (`recall`).
 """
 
 from collections.abc import Iterator
@@ -109,7 +109,7 @@ def _check_knowledge(purpose: Purpose, max_error: Any, logit_range: Any, sample:
     for name, given in {"max_error": max_error, "logit_range": logit_range, "sample": sample}.items():
         if purpose == "train" and given is not None:
             raise ValueError(
-                f"{name}: with purpose='train' there is no error to allow, predict or measure; expected None"
+                f"{name}: leave it out with purpose='train', which replaces no exact attention; got {given!r}"
             )
     if logit_range is not None and sample is not None:
         raise ValueError("sample: expected either logit_range or a sample, got both")

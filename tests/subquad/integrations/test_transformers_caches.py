@@ -468,5 +468,5 @@ def test_states_are_not_ignored_by_another_attention(way, tmp_path):
         report.undo()
     else:
         model.set_attn_implementation("sdpa")
-    with pytest.raises(RuntimeError, match="attention of this model is no longer that of subquad; pass a new cache"):
+    with pytest.raises(RuntimeError, match="attention of this model was changed since; pass a new cache"):
         model(token, past_key_values=cache)

@@ -75,12 +75,12 @@ class StateLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers has no 
         if self._unread:
             raise RuntimeError(
                 "past_key_values: the last attention function that used this cache did not update its states. If the "
-                "model changes its keys after storing them, pass use_cache=False. If its attention is no longer that "
-                "of subquad, or the last call raised an error, pass a new cache."
+                "model changes its keys after storing them, pass use_cache=False. If its attention was changed "
+                "since, or the last call raised an error, pass a new cache."
             )
         if self._is_watched and not self._is_expected and not torch.compiler.is_compiling():
             raise RuntimeError(
-                "past_key_values: it holds states, and the attention of this model is no longer that of subquad; "
+                "past_key_values: it holds states of a method, but the attention of this model was changed since; "
                 "pass a new cache"
             )
         self._unread, self._is_expected = True, False

@@ -122,7 +122,7 @@ def without_exponential(setting: Setting) -> Finding:
             "For inputs without a preferred direction q.k is positive as often as negative: "
             f"{negative:.2%} of {length:,} x {length:,} weights are negative.",
             "So the weights of a row nearly cancel, and in some rows their sum nearly vanishes.",
-            f"Divided by it, an output is no mean of values: the largest is {outside:,.0f} times the largest value.",
+            f"Divided by it, an output is not a mean of values: the largest is {outside:,.0f} times the largest value.",
             f"exp(q.k) is positive and nothing cancels: the largest output is {inside:.2f} of the largest value.",
         ],
     )  # fmt: skip
