@@ -11,10 +11,10 @@ from pathlib import Path
 
 from results import FOLDER, machine, today, write_page
 
-from subquad_lab.compare import COLUMNS, cells, differences, verdicts
+from subquad_lab.commands.compare import COLUMNS, cells, differences, verdicts
 from subquad_lab.experiments import graphs
-from subquad_lab.plots import compared
-from subquad_lab.series import train
+from subquad_lab.figures.plots import compared
+from subquad_lab.training.seeds import train
 
 PICTURES = {"norms": "norms of the features after k propagations", "embedding": "hidden layer of the first seed"}
 

@@ -14,12 +14,12 @@ from typing import Any
 
 from results import FOLDER, machine, today, write_page
 
-from subquad_lab.compare import differences, verdicts
-from subquad_lab.configs import config_from, presets, read
+from subquad_lab.commands.compare import differences, verdicts
 from subquad_lab.experiments import images
-from subquad_lab.plots import compared
-from subquad_lab.records import ABOUT
-from subquad_lab.series import Series, train
+from subquad_lab.figures.plots import compared
+from subquad_lab.options.fields import config_from, presets, read
+from subquad_lab.training.run import ABOUT
+from subquad_lab.training.seeds import Series, train
 
 RATES = (0.1, 0.01, 0.001)
 SEEDS = 5

@@ -16,12 +16,12 @@ from pathlib import Path
 import torch
 from results import FOLDER, machine, today, write_page
 
-from subquad_lab.compare import differences, verdicts
+from subquad_lab.commands.compare import differences, verdicts
 from subquad_lab.experiments import speech
 from subquad_lab.experiments.speech import Config
-from subquad_lab.measure import best_seconds, peak_bytes
-from subquad_lab.plots import compared
-from subquad_lab.series import Series, train
+from subquad_lab.figures.plots import compared
+from subquad_lab.system.timing import best_seconds, peak_bytes
+from subquad_lab.training.seeds import Series, train
 
 ENCODERS = ("exact", "taylor:2", "random:64", "separable")
 LONG, CLIPS = 2000, 4  # frames of a clip of 20 s, and how many at once, for the memory of a step

@@ -9,12 +9,12 @@ import soundfile
 import torch
 import yaml
 
-from subquad_lab import checkpoint, runs, snapshot
 from subquad_lab.experiments import graphs, images, speech
 from subquad_lab.experiments.language import Config
-from subquad_lab.records import METRICS, Run
-from subquad_lab.settings import Training
-from subquad_lab.train import Trainer
+from subquad_lab.training import checkpoint, lifecycle, snapshot
+from subquad_lab.training.config import Training
+from subquad_lab.training.loop import Trainer
+from subquad_lab.training.run import METRICS, Run
 
 MODELS = {
     "rnn": dict(model="rnn", embedding=6, width=8, context=5, tied=False),
@@ -121,7 +121,7 @@ def broken_off(config: Training, folder: Path, step: int, error: BaseException, 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Trainer, "_stop_if_asked", stop)
         with pytest.raises(type(error)):
-            runs.start(name, config, folder.parent, folder.name)
+            lifecycle.start(name, config, folder.parent, folder.name)
 
 
 def read_config(folder: Path) -> dict:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from subquad_lab import RunError, UsageError
-from subquad_lab.interruption import Interrupted
+from subquad_lab.training.interruption import Interrupted
 
 
 def demo(out: str = "demo") -> None:
@@ -22,7 +22,7 @@ def demo(out: str = "demo") -> None:
     Args:
         out: Folder to write into.
     """
-    from subquad_lab.demo import run
+    from subquad_lab.commands.demo import run
 
     run(out)
 
@@ -78,7 +78,7 @@ def plan(
     sizes = dict(query_length=length, key_length=key_length, head_dim=head_dim, value_dim=value_dim, heads=heads,
                  key_heads=key_heads, batch=batch)  # fmt: skip
     if model is not None or text is not None or tokens is not None:
-        from subquad_lab.model_planning import run as run_model
+        from subquad_lab.commands.plan_model import run as run_model
 
         others = [*sizes.values(), logit_range, sample]
         rest = causal, training, purpose, dtype
@@ -86,7 +86,7 @@ def plan(
             raise UsageError("--model: goes with --text, --tokens, --max-error and --all; others are the model's own")
         run_model(model, text, tokens, max_error, all)
         return
-    from subquad_lab.planning import run
+    from subquad_lab.commands.plan import run
 
     run(sizes, max_error, logit_range, sample, causal, training, purpose, dtype, all)
 
@@ -112,7 +112,7 @@ def bench(
         backward: Whether gradients are computed too.
         out: Folder for bench.json and bench.svg; made if it is missing.
     """
-    from subquad_lab.bench import run
+    from subquad_lab.commands.bench import run
 
     _check_folder("--out", out)
     run(methods, lengths, heads, head_dim, causal, backward, out)
@@ -125,11 +125,11 @@ def train(experiment: str | None, config: Any, out: str, resume: str | None) -> 
     """
     from pathlib import Path
 
-    from subquad_lab import series
+    from subquad_lab.training import seeds
 
     if resume is None and experiment is None:
         raise UsageError("EXPERIMENT: expected an experiment, or --resume RUN, found neither")
-    series.print_result(series.resume(resume) if experiment is None else series.train(experiment, config, Path(out)))
+    seeds.print_result(seeds.resume(resume) if experiment is None else seeds.train(experiment, config, Path(out)))
 
 
 def compare(experiment: str | None, config: Any, out: str) -> None:
@@ -139,7 +139,7 @@ def compare(experiment: str | None, config: Any, out: str) -> None:
     """
     from pathlib import Path
 
-    from subquad_lab.compare import run
+    from subquad_lab.commands.compare import run
 
     run(_named(experiment), config, Path(out))
 
@@ -153,7 +153,7 @@ def sweep(experiment: str | None, config: Any, out: str, grid: Any, span: Any, t
     """
     from pathlib import Path
 
-    from subquad_lab.sweep import run
+    from subquad_lab.commands.sweep import run
 
     run(_named(experiment), config, Path(out), trials, grid, span)
 
@@ -171,10 +171,10 @@ def evaluate(run: str, part: Literal["valid", "test"] = "test") -> None:
         run: Folder of the run.
         part: valid or test.
     """
-    from subquad_lab import runs
-    from subquad_lab.series import chosen
+    from subquad_lab.training import lifecycle
+    from subquad_lab.training.seeds import chosen
 
-    print(runs.figures(runs.evaluate(chosen(run), part)))
+    print(lifecycle.figures(lifecycle.evaluate(chosen(run), part)))
 
 
 def runs(root: str = "runs") -> None:
@@ -185,7 +185,7 @@ def runs(root: str = "runs") -> None:
     """
     from pathlib import Path
 
-    from subquad_lab.runs import print_table
+    from subquad_lab.training.lifecycle import print_table
 
     print_table(Path(root))
 
@@ -233,7 +233,7 @@ def sample(
         top_p: Choose among the fewest words that together have this share.
         seed: Of the first text; the next one has the next.
     """
-    from subquad_lab.sampling import run as say
+    from subquad_lab.commands.sample import run as say
 
     say(run, prompt, count, words, temperature, top_k, top_p, seed)
 
@@ -245,7 +245,7 @@ def predict(run: str, images: list[str]) -> None:
         run: Folder of the run; of a series, its best run speaks.
         images: Files of pictures.
     """
-    from subquad_lab.predicting import run as say
+    from subquad_lab.commands.predict import run as say
 
     say(run, images)
 
@@ -260,7 +260,7 @@ def transcribe(run: str, files: list[str], beams: int = 4) -> None:
         files: Sound files: wav, flac and others, of any rate.
         beams: Texts that are followed at once; 1 is quickest.
     """
-    from subquad_lab.transcribing import run as hear
+    from subquad_lab.commands.transcribe import run as hear
 
     hear(run, files, beams)
 
@@ -276,7 +276,7 @@ def synthesize(metadata: str, out: str, voices: str = "en-us", clips: int | None
         voices: Of espeak-ng, with commas between; each clip draws one.
         clips: The first so many lines; all if not given.
     """
-    from subquad_lab.synthesizing import run as speak
+    from subquad_lab.commands.synthesize import run as speak
 
     speak(metadata, out, voices, clips)
 
@@ -297,7 +297,7 @@ def verify(
         seed: Where the random numbers begin.
         explain: Print the derivation of each, with the numbers of this run.
     """
-    from subquad_lab.verifying import run
+    from subquad_lab.commands.verify import run
 
     _check_folder("--plots", plots)
     run(claims, json, plots, seed, explain)
@@ -332,7 +332,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from argparse import ArgumentError
 
     try:
-        from subquad_lab.parsing import call, wrong_value
+        from subquad_lab.options.parsing import call, wrong_value
     except ModuleNotFoundError as error:
         complain(_how_to_install(error))
         return 1

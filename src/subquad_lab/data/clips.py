@@ -21,7 +21,7 @@ from subquad.planning.calibration_file import cache_folder
 from subquad_lab import UsageError
 from subquad_lab.data.sound import MELS, STEP, features
 from subquad_lab.data.sound import RATE as SAMPLES
-from subquad_lab.files import locked, made_whole, write_whole
+from subquad_lab.system.files import locked, made_whole, write_whole
 
 PARTS = ("train", "valid", "test")
 VERSION = 1  # of the features

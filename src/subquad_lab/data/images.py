@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from subquad_lab import UsageError
-from subquad_lab.data.arrays import read_npz
-from subquad_lab.sizes import room
+from subquad_lab.data.npz import read_npz
+from subquad_lab.options.limits import room
 
 PARTS = ("train", "valid", "test")
 SIDE = 28  # to which the embedded digits are resized

@@ -4,9 +4,9 @@ from importlib import import_module
 from typing import Any, Protocol
 
 from subquad_lab import UsageError
-from subquad_lab.records import Run
-from subquad_lab.settings import Training
-from subquad_lab.train import Task
+from subquad_lab.training.config import Training
+from subquad_lab.training.loop import Task
+from subquad_lab.training.run import Run
 
 EXPERIMENTS = ("language", "images", "graphs", "speech")
 

@@ -16,17 +16,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from subquad_lab import UsageError, optimizers
-from subquad_lab.classification import PREDICTIONS, Predictions, confusion_picture, figures
+from subquad_lab import UsageError
 from subquad_lab.data.graphs import Graph, load_graph
-from subquad_lab.methods import parse_method, refuse_many_features
+from subquad_lab.figures.classification import PREDICTIONS, Predictions, confusion_picture, figures
+from subquad_lab.figures.plots import axes_of, svg
 from subquad_lab.models import parameters, refuse_too_large
 from subquad_lab.models.graphs import Attention, Convolution, GraphNet, Mixer, Normalisation, propagation
-from subquad_lab.plots import axes_of, svg
-from subquad_lab.records import Run
-from subquad_lab.settings import Training
-from subquad_lab.sizes import memory
-from subquad_lab.train import Carry, Rows
+from subquad_lab.options.limits import memory
+from subquad_lab.options.methods import parse_method, refuse_many_features
+from subquad_lab.training import optimizers
+from subquad_lab.training.config import Training
+from subquad_lab.training.loop import Carry, Rows
+from subquad_lab.training.run import Run
 
 MEASURE, HIGHER_IS_BETTER, UNIT = "accuracy", True, "nodes"
 NORMS, EMBEDDING = "norms", "embedding"

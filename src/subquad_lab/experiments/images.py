@@ -14,14 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from subquad_lab import UsageError, optimizers
-from subquad_lab.classification import PREDICTIONS, Predictions, confusion_picture, figures
+from subquad_lab import UsageError
 from subquad_lab.data.images import OCT, Pictures, load_images, published_test
+from subquad_lab.figures.classification import PREDICTIONS, Predictions, confusion_picture, figures
 from subquad_lab.models import parameters, refuse_too_large
 from subquad_lab.models.images import ConvNet, Downsample, halved_twice
-from subquad_lab.records import Run
-from subquad_lab.settings import Training
-from subquad_lab.train import Carry, Rows
+from subquad_lab.training import optimizers
+from subquad_lab.training.config import Training
+from subquad_lab.training.loop import Carry, Rows
+from subquad_lab.training.run import Run
 
 MEASURE, HIGHER_IS_BETTER, UNIT = "accuracy", True, "images"
 PIECE = 1 << 20  # pixels that are evaluated at once

@@ -18,12 +18,12 @@ from torch.nn import functional as F
 
 from subquad_lab import UsageError
 from subquad_lab.data.text import END, UNKNOWN, Corpus, load_text
-from subquad_lab.methods import parse_method, refuse_many_features
 from subquad_lab.models import parameters, refuse_too_large
 from subquad_lab.models.language import LSTM, SigmoidRNN, Transformer, generate
-from subquad_lab.records import Run
-from subquad_lab.settings import Training
-from subquad_lab.train import Carry, Rows
+from subquad_lab.options.methods import parse_method, refuse_many_features
+from subquad_lab.training.config import Training
+from subquad_lab.training.loop import Carry, Rows
+from subquad_lab.training.run import Run
 
 MEASURE, HIGHER_IS_BETTER, UNIT = "perplexity", False, "words"
 PIECE = 4096  # words that are evaluated at once

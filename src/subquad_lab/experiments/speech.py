@@ -17,19 +17,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from subquad_lab import UsageError
-from subquad_lab.configs import config_of
 from subquad_lab.data.clips import Clips, Part
 from subquad_lab.data.sound import MELS
 from subquad_lab.data.speech import ALPHABET, END, PAD, START, UNKNOWN, characters, load_speech, text_of
 from subquad_lab.data.utterances import usual
-from subquad_lab.methods import parse_method, refuse_many_features
+from subquad_lab.figures.plots import axes_of, by_epoch, epochs_across, loss_label, svg
+from subquad_lab.figures.similarity import cosine, damerau, error_rate, jaccard
 from subquad_lab.models import parameters
 from subquad_lab.models.speech import AttentionDecoder, Encoder, LSTMDecoder, Speech, spell
-from subquad_lab.plots import axes_of, by_epoch, epochs_across, loss_label, svg
-from subquad_lab.records import Run
-from subquad_lab.settings import Training
-from subquad_lab.similarity import cosine, damerau, error_rate, jaccard
-from subquad_lab.train import Carry, Rows
+from subquad_lab.options.fields import config_of
+from subquad_lab.options.methods import parse_method, refuse_many_features
+from subquad_lab.training.config import Training
+from subquad_lab.training.loop import Carry, Rows
+from subquad_lab.training.run import Run
 
 MEASURE, HIGHER_IS_BETTER, UNIT = "character_error", False, "clips"
 SIMILARITIES = {"jaccard": jaccard, "cosine": cosine, "damerau": damerau}

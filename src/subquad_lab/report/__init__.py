@@ -10,13 +10,14 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 import subquad
-from subquad_lab import UsageError, chance
-from subquad_lab.configs import config_of
+from subquad_lab import UsageError
 from subquad_lab.experiments import EXPERIMENTS, experiment
-from subquad_lab.files import write_whole
-from subquad_lab.plots import compared, curves
-from subquad_lab.records import CONFIG, Run, all_runs
+from subquad_lab.figures import intervals
+from subquad_lab.figures.plots import compared, curves
+from subquad_lab.options.fields import config_of
+from subquad_lab.system.files import write_whole
 from subquad_lab.theory import figure as figure_of
+from subquad_lab.training.run import CONFIG, Run, all_runs
 
 PAGE = "page.html"
 
@@ -119,7 +120,7 @@ def over_seeds(group: str, runs: list[Run], measure: str) -> dict[str, str]:
     for part in ("valid", "test"):
         values = [result[part].get(measure) for result in results if result is not None]
         whole = len(values) == len(runs) and None not in values
-        row[part] = str(chance.over_seeds(values)) if whole else "not finished"
+        row[part] = str(intervals.over_seeds(values)) if whole else "not finished"
     return row
 
 

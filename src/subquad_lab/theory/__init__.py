@@ -11,7 +11,7 @@ from importlib import import_module
 from math import isfinite
 from typing import Literal, NamedTuple
 
-from subquad_lab.theory.numbers import ROUNDING
+from subquad_lab.theory.inputs import ROUNDING
 
 SUBJECTS = ("attention", "recurrence", "optimizers", "networks")
 

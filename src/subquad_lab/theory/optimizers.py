@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from subquad_lab.optimizers import SGD, Adam
-from subquad_lab.plots import axes_of, svg
+from subquad_lab.figures.plots import axes_of, svg
 from subquad_lab.theory import Finding, Setting, at_least, at_most, claim, equal, small
-from subquad_lab.theory.numbers import ROUNDING, distance, normal
+from subquad_lab.theory.inputs import ROUNDING, distance, normal
+from subquad_lab.training.optimizers import SGD, Adam
 
 Make = Callable[[list[nn.Parameter]], Optimizer]
 

@@ -13,11 +13,11 @@ from torch.nn import functional as F
 
 from subquad_lab.data.text import Corpus
 from subquad_lab.experiments.language import STREAMS, Config, Language
-from subquad_lab.models.cells import Activation, after_activation, alternating_sum, before_activation
+from subquad_lab.figures.plots import axes_of, svg
 from subquad_lab.models.language import SigmoidRNN
-from subquad_lab.plots import axes_of, svg
+from subquad_lab.models.recurrences import Activation, after_activation, alternating_sum, before_activation
 from subquad_lab.theory import Finding, Setting, at_least, at_most, claim, equal, small
-from subquad_lab.theory.numbers import ROUNDING, distance, normal
+from subquad_lab.theory.inputs import ROUNDING, distance, normal
 
 ACTIVATIONS: dict[str, Activation] = {
     "tanh": torch.tanh,

@@ -16,7 +16,7 @@ from subquad import Exact
 from subquad_lab.models import parameters
 from subquad_lab.theory import Finding, Setting, at_least, at_most, claim, equal, small
 from subquad_lab.theory.counting import Term, attention, counted, exact_in_plain_operations, misfit, written
-from subquad_lab.theory.numbers import normal
+from subquad_lab.theory.inputs import normal
 
 HEAD_TIME: list[Term] = [(2, 1)]  # L, D
 HEAD_MEMORY: list[Term] = [(2, 0), (1, 1)]

@@ -17,7 +17,7 @@ import subquad
 from subquad import Exact, Linear, Separable
 from subquad_lab.theory import Check, Finding, Setting, at_least, at_most, claim, equal, small
 from subquad_lab.theory.counting import ORDERS, Term, attention, counted, misfit, written
-from subquad_lab.theory.numbers import ROUNDING, distance, farthest, normal
+from subquad_lab.theory.inputs import ROUNDING, distance, farthest, normal
 
 LENGTHS = (512, 768, 1024)
 

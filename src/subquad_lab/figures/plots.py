@@ -1,0 +1,119 @@
+"""Pictures as SVG: curves of a run, or of several side by side."""
+
+import io
+from collections.abc import Iterable, Sequence
+from statistics import fmean
+from typing import Any
+
+from subquad_lab.training.run import Run
+
+SMOOTH = 200  # points of a training curve: the mean of the steps between
+LOSS_OF = {"language": "word", "images": "picture", "graphs": "node", "speech": "character"}  # that it is a mean over
+Points = list[tuple[float, float]]
+
+
+def curves(run: Run, measure: str) -> bytes:
+    """Training loss by step, and the validation measure."""
+    lines = list(run.metrics())
+    figure, (left, right) = axes_of(2)
+    left.plot(*smoothed([(line["step"], line["loss"]) for line in lines if "loss" in line]))
+    left.set(xlabel="step", ylabel=f"training {loss_label(run)}")
+    points = [(line["step"], line[f"valid/{measure}"]) for line in lines if f"valid/{measure}" in line]
+    right.plot(*zip(*points, strict=True), "o-") if points else None
+    right.set(xlabel="step", ylabel=f"validation {measure.replace('_', ' ')}")
+    return svg(figure)
+
+
+def compared(groups: dict[str, list[Run]], measure: str) -> bytes:
+    """Training loss and validation measure by epoch, a line for each group: the mean of its runs, which are alike."""
+    figure, both = axes_of(2)
+    for name, runs in groups.items():
+        label = name.replace("$", r"\$")  # no formulas
+        for axes, points in zip(both, by_epoch(runs, measure), strict=True):
+            if points:
+                axes.plot(*zip(*points, strict=True), "o-", markersize=3, label=label)
+    any_run = next((run for runs in groups.values() for run in runs), None)
+    both[0].set(ylabel=f"training {loss_label(any_run) if any_run else 'loss'}")
+    both[1].set(ylabel=f"validation {measure.replace('_', ' ')}")
+    for axes in both:
+        epochs_across(axes)
+    if both[1].lines and min(min(line.get_ydata()) for line in both[1].lines) > 1:
+        by_factors(both[1])  # as a perplexity falls
+    if groups:
+        both[1].legend(fontsize="small")
+    return svg(figure)
+
+
+def loss_label(run: Run) -> str:
+    of = LOSS_OF.get(run.about()["experiment"])
+    return f"loss, nats per {of}" if of else "loss"
+
+
+def epochs_across(axes: Any) -> None:
+    """From the beginning to the end of the first at least, with ticks at whole ones alone."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes.set(xlabel="epoch", xlim=(0, max(1.0, axes.get_xlim()[1])))
+    axes.xaxis.set_major_locator(MaxNLocator(nbins="auto", steps=[1, 2, 5, 10], integer=True, min_n_ticks=1))
+
+
+def by_factors(axes: Any) -> None:
+    """A logarithmic scale whose ticks are plain numbers: 6, not 6x10^0."""
+    from matplotlib.ticker import FuncFormatter, LogLocator
+
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    axes.yaxis.set_minor_formatter("")
+
+
+def by_epoch(runs: list[Run], measure: str) -> tuple[Points, Points]:
+    """At each evaluation: the mean training loss of all steps since the one before, and the measure.
+
+    Where runs have stopped early, up to the first that has: later means would be of those that went on alone.
+    """
+    losses: dict[float, list[float]] = {}
+    measures: dict[float, list[float]] = {}
+    for run in runs:
+        since: list[float] = []
+        for line in run.metrics():
+            if "loss" in line:
+                since.append(line["loss"])
+            if f"valid/{measure}" in line:
+                measures.setdefault(line["epoch"], []).append(line[f"valid/{measure}"])
+                if since:
+                    losses.setdefault(line["epoch"], []).append(fmean(since))
+                since = []
+    return _means(losses, len(runs)), _means(measures, len(runs))
+
+
+def _means(found: dict[float, list[float]], count: int) -> Points:
+    return [(epoch, fmean(values)) for epoch, values in sorted(found.items()) if len(values) == count]
+
+
+def smoothed(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    """Means of equal runs of points, so that a long curve stays readable and its file small."""
+    size = -(-len(points) // SMOOTH) or 1
+    groups = [points[i : i + size] for i in range(0, len(points), size)]
+    return [group[-1][0] for group in groups], [sum(y for _, y in group) / len(group) for group in groups]
+
+
+def axes_of(count: int, square: bool = False) -> tuple[Any, Iterable[Any]]:
+    """A figure, and that many pairs of axes side by side."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5.5 * count, 5.0 if square else 3.6), layout="constrained")
+    figure.get_layout_engine().set(w_pad=0.1, h_pad=0.1)  # inches; with less the outermost letters are cut
+    axes = figure.subplots(1, count, squeeze=False)[0]
+    for each in axes:
+        each.grid(alpha=0.3)
+    return figure, axes
+
+
+def svg(figure: Any) -> bytes:
+    import matplotlib
+
+    buffer = io.BytesIO()
+    with matplotlib.rc_context({"svg.hashsalt": "subquad"}):  # The same picture has the same bytes.
+        figure.savefig(buffer, format="svg", metadata={"Date": None})
+    return buffer.getvalue()
