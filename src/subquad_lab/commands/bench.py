@@ -24,14 +24,15 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 from torch.nn.functional import scaled_dot_product_attention
 
 import subquad
 from subquad_lab import UsageError
-from subquad_lab.options.limits import Case, positive, predicted, refuse_more_than_fits
+from subquad_lab.figures.tables import Table
+from subquad_lab.options.limits import positive
 from subquad_lab.options.methods import parse_method
 from subquad_lab.system.files import write_whole
+from subquad_lab.system.memory import memory
 from subquad_lab.system.timing import Request, call, in_turn, normal_inputs
 
 BASE = "torch"  # its scaled_dot_product_attention
@@ -44,7 +45,18 @@ relative error: |out - exact| / |exact|, here for normal queries and keys of sta
 the answer is worse than returning zeros."""
 ROUNDS = 5
 SHORTEST, LONGEST = 1, 30  # seconds at a length: rounds go on for the first at least, and none begins after the second
+HEAP = 2  # The C library's heap can take so many times what a call holds.
 PRODUCT = 2048  # rows and columns of the matrices of the peak
+
+
+@dataclass(frozen=True)
+class Case:
+    """What all measurements of a run share."""
+
+    heads: int
+    head_dim: int
+    causal: bool
+    backward: bool
 
 
 @dataclass(frozen=True)
@@ -91,21 +103,32 @@ def run(
         f"{'Causal attention' if causal else 'Attention'}, {'forward and backward' if backward else 'forward'}, "
         f"float32, {heads} heads of width {head_dim}, threads: {torch.get_num_threads()}"
     )
-    console = Console()
-    if console.is_terminal:
-        table = Table(*COLUMNS[:2], title=title)
-        for column in COLUMNS[2:]:
-            table.add_column(column, justify="right")
-        for row in rows:
-            table.add_row(*row.cells(), end_section=len(table.rows) % (len(named) + 1) == len(named))
-        console.print(table)
-        console.print(NOTE.format(peak=peak / 1e9), highlight=False)
-    else:
-        print(title, plain(COLUMNS), *(plain(row.cells()) for row in rows), NOTE.format(peak=peak / 1e9), sep="\n")
+    Table(COLUMNS, [row.cells() for row in rows], title, section=len(named) + 1).print()
+    print(NOTE.format(peak=peak / 1e9))
     if folder is not None:
         with writing(folder):
             write_whole(folder / "bench.json", as_json(rows, peak, case))
             write_whole(folder / "bench.svg", as_svg(rows, title))
+
+
+def predicted(method: Any, length: int, case: Case) -> subquad.Cost:
+    return subquad.cost(method, query_length=length, head_dim=case.head_dim, heads=case.heads, is_causal=case.causal,
+                        training=case.backward)  # fmt: skip
+
+
+def refuse_more_than_fits(named: dict[str, Any], sizes: list[int], case: Case) -> None:
+    """Before the system ends this process, or another one."""
+    length = sizes[-1]
+    inputs = 3 * 4 * case.heads * length * case.head_dim
+    for name, method in {"exact": subquad.Exact(), **named}.items():
+        needed = inputs
+        if needed <= memory():  # Else the prediction itself could take long.
+            needed += HEAP * predicted(method, length, case).peak_bytes
+        if needed > memory():
+            raise UsageError(
+                f"--lengths: {name} at length {length:,} can take {needed / 2**30:,.1f} GiB; this machine has "
+                f"{memory() / 2**30:,.1f} GiB"
+            )
 
 
 def measured(named: dict[str, Any], sizes: list[int], case: Case) -> tuple[list[Row], float]:
@@ -144,11 +167,6 @@ def compare(named: dict[str, Any], length: int, case: Case) -> tuple[list[Row], 
         error = float((calls[name]() - exact).norm() / exact.norm())
         rows.append(Row(length, name, seconds, best[BASE] / seconds, price.flops, price.peak_bytes, error))
     return rows, product
-
-
-def plain(cells: tuple[str, ...]) -> str:
-    """One line with columns under each other."""
-    return f"{cells[0]:>7}  {cells[1]:12}" + "".join(f"  {cell:>14}" for cell in cells[2:])
 
 
 @contextmanager

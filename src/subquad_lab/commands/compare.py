@@ -6,33 +6,31 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from subquad_lab import RunError
-from subquad_lab.experiments import experiment
 from subquad_lab.figures.classification import Predictions
 from subquad_lab.figures.intervals import Interval, difference
 from subquad_lab.figures.plots import compared
+from subquad_lab.figures.tables import Table
 from subquad_lab.system.files import write_whole
-from subquad_lab.training import lifecycle
 from subquad_lab.training.config import Training
+from subquad_lab.training.experiment import Experiment
+from subquad_lab.training.processes import refuse_several
 from subquad_lab.training.seeds import Series, check_same_data, train
 
 COLUMNS = ("variant", "parameters", "validation", "test", "steps", "training", "speed")
 
 
-def run(name: str, config: Training, out: Path) -> None:
+def run(experiment: Experiment[Any], config: Training, out: Path) -> None:
     """Train what is not trained yet, then print and write the table, the verdicts and the plot."""
-    lifecycle.alone("compare")
-    variants = experiment(name).variants(config)
+    refuse_several("compare")
+    variants = experiment.variants(config)
     done: dict[str, Series] = {}
     for i, (variant, own) in enumerate(variants.items(), 1):
         print(f"{i} of {len(variants)}: {variant}", flush=True)
-        done[variant] = train(name, own, out, variant.replace(":", "-").replace(" ", "-"))
+        done[variant] = train(experiment, own, out / variant.replace(":", "-").replace(" ", "-"))
     check_same_data([run for series in done.values() for run in series.runs])
-    measure, unit = experiment(name).MEASURE, experiment(name).UNIT
-    rows = [cells(variant, series, measure, unit) for variant, series in done.items()]
+    measure = experiment.measure
+    rows = [cells(variant, series, experiment) for variant, series in done.items()]
     found = differences(done, measure)
     content: dict[str, dict[str, Any]] = {
         variant: {"runs": [{**run.about(), **result} for run, result in zip(series.runs, series.results, strict=True)]}
@@ -42,17 +40,19 @@ def run(name: str, config: Training, out: Path) -> None:
         content[variant]["first_minus_this"] = asdict(interval)
     try:
         write_whole(out / "compare.json", json.dumps(content, indent=1).encode())
-        write_whole(out / "compare.svg", compared({variant: series.runs for variant, series in done.items()}, measure))
+        drawn = compared({variant: series.runs for variant, series in done.items()}, experiment)
+        write_whole(out / "compare.svg", drawn)
     except OSError as error:
         raise RunError(f"cannot write into {out}: {error.strerror}") from error
-    better = "higher" if experiment(name).HIGHER_IS_BETTER else "lower"
-    show(f"{name}: {measure.replace('_', ' ')}, {better} is better", rows)
+    better = "higher" if experiment.higher_is_better else "lower"
+    Table(COLUMNS, rows, f"{experiment.name}: {measure.replace('_', ' ')}, {better} is better").print()
     for line in [*figures(done, measure), *verdicts(done, measure, found)]:
         print(line)
     print(f"{out / 'compare.svg'}, {out / 'compare.json'}")
 
 
-def cells(variant: str, series: Series, measure: str, unit: str) -> tuple[str, ...]:
+def cells(variant: str, series: Series, experiment: Experiment[Any]) -> tuple[str, ...]:
+    measure, unit = experiment.measure, experiment.unit
     parameters = series.runs[0].about()["parameters"]["total"]
     steps, seconds = (fmean(result[what] for result in series.results) for what in ("steps", "seconds"))
     speed = fmean(result[f"{unit}_per_second"] for result in series.results)
@@ -88,7 +88,7 @@ def differences(done: dict[str, Series], measure: str) -> dict[str, Interval]:
 
 def right(series: Series) -> list[float] | None:
     """For each example of the test part, the share of the seeds that were right."""
-    found = [predictions.right for run in series.runs if (predictions := Predictions.of(run)) is not None]
+    found = [predictions.right for run in series.runs if (predictions := Predictions.of(run.folder)) is not None]
     return [fmean(shares) for shares in zip(*found, strict=True)] if len(found) == len(series.runs) else None
 
 
@@ -108,17 +108,3 @@ def verdicts(done: dict[str, Series], measure: str, found: dict[str, Interval]) 
             f"{name} minus {other}: {measure.replace('_', ' ')} {interval.mean:+.4f} +- {interval.half:.4f}: {size}"
         )
     return lines
-
-
-def show(title: str, rows: list[tuple[str, ...]]) -> None:
-    console = Console()
-    if console.is_terminal:
-        table = Table(*COLUMNS, title=title)
-        for row in rows:
-            table.add_row(*row)
-        console.print(table)
-    else:
-        print(title)
-        widths = [max(14, *(len(cell) + 2 for cell in column)) for column in zip(COLUMNS, *rows, strict=True)]
-        for row in (COLUMNS, *rows):
-            print("".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

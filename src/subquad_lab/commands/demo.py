@@ -13,23 +13,29 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.live import Live
-from rich.markup import escape
-from rich.table import Table
 
 from subquad_lab import RunError, UsageError
+from subquad_lab.commands import plan, report, verify
+from subquad_lab.experiments import EXPERIMENTS
+from subquad_lab.figures.tables import Table
 from subquad_lab.options.fields import config_from, presets, read
+from subquad_lab.report.claims import claims
 from subquad_lab.system.files import locked, write_whole
+from subquad_lab.training.config import Training
+from subquad_lab.training.experiment import Experiment
 from subquad_lab.training.interruption import Interrupted, Interruption
 from subquad_lab.training.seeds import Series, finished, train
 
-EXPERIMENTS = ("language", "images", "graphs", "speech")
 PAGE, PLAN, THEORY, RUNS = "report.html", "plan.txt", "verify.json", "runs"
 PROCESS = (sys.executable, "-P", "-m", "subquad_lab.commands.demo")  # of a stage
 LOOK_SECONDS = 0.25  # between two looks at a stage
+STYLES = {"runs": "bold", "waits": "dim"}  # of a stage's row, by its state
 
 
 @dataclass
@@ -60,11 +66,12 @@ def run(out: str) -> None:
         Live(console=console, refresh_per_second=4, transient=True) as live,
     ):
         for i, stage in enumerate(stages, 1):
-            follow(stage, folder, interruption, (lambda: live.update(table(stages))) if console.is_terminal else None)
+            show = (lambda: live.update(table(stages).with_lines())) if console.is_terminal else None
+            follow(stage, folder, interruption, show)
             if not console.is_terminal:
                 print(f"{i} of {len(stages)}, {stage.name}: {stage.line}  ({stage.seconds:.0f} s)", flush=True)
     if console.is_terminal:
-        console.print(table(stages))
+        table(stages).print()
     print(folder / PAGE)
 
 
@@ -103,12 +110,12 @@ def last_line(log: Path) -> str:
 
 
 def table(stages: list[Stage]) -> Table:
-    found = Table("stage", "", "s", "found", title="subquad demo")
-    for stage in stages:
-        style = {"runs": "bold", "waits": "dim"}.get(stage.state)
-        seconds = f"{stage.seconds:.0f}" if stage.seconds else ""
-        found.add_row(stage.name, stage.state, seconds, escape(stage.line or stage.what), style=style)
-    return found
+    rows = [
+        (stage.name, stage.state, f"{stage.seconds:.0f}" if stage.seconds else "", stage.line or stage.what)
+        for stage in stages
+    ]
+    styles = {i: STYLES[stage.state] for i, stage in enumerate(stages) if stage.state in STYLES}
+    return Table(("stage", "", "s", "found"), rows, "subquad demo", styles)
 
 
 # --- The stages ---------------------------------------------------------------------------------------------------
@@ -116,23 +123,21 @@ def table(stages: list[Stage]) -> Table:
 
 def all_stages() -> list[Stage]:
     trained = [
-        Stage(name, f"a small model: subquad train {name} --preset quick",
-              lambda out, name=name: learn(name, out), lambda out, name=name: learned(name, out))
-        for name in EXPERIMENTS
+        Stage(name, f"a small model: subquad train {name} --preset quick", partial(learn, experiment),
+              partial(learned, experiment))
+        for name, experiment in EXPERIMENTS.items()
     ]  # fmt: skip
     return [
-        Stage("plan", "the quickest method for 32,768 tokens on this machine", plan, planned),
-        Stage("verify", "22 claims of the theory", verify, verified),
+        Stage("plan", "the quickest method for 32,768 tokens on this machine", make_plan, planned),
+        Stage("verify", "22 claims of the theory", check_claims, verified),
         *trained,
-        Stage("report", "one page about all of it", report, reported),
+        Stage("report", "one page about all of it", write_report, reported),
     ]
 
 
-def plan(out: Path) -> None:
-    from subquad_lab.commands.plan import run as print_plan
-
-    sizes = dict(query_length=32_768, heads=8, head_dim=16)
-    write_printed(out / PLAN, lambda: print_plan(sizes, 0.05, 0.5, None, True, False, "swap", "float32", False))  # type: ignore[arg-type]
+def make_plan(out: Path) -> None:
+    asked = plan.Question({"query_length": 32_768, "heads": 8, "head_dim": 16}, logit_range=0.5)
+    write_printed(out / PLAN, lambda: plan.run(asked, show_all=False))
 
 
 def planned(out: Path) -> str | None:
@@ -142,15 +147,11 @@ def planned(out: Path) -> str | None:
     return next((line for line in reversed(lines) if line.strip() and not line.startswith("Not shown")), None)
 
 
-def verify(out: Path) -> None:
-    from subquad_lab.commands.verify import run as print_claims
-
-    write_printed(out / THEORY, lambda: print_claims([], True, str(out / "theory"), 0, False))
+def check_claims(out: Path) -> None:
+    write_printed(out / THEORY, lambda: verify.run([], True, str(out / "theory"), 0, False))
 
 
 def verified(out: Path) -> str | None:
-    from subquad_lab.report import claims
-
     try:
         rows = claims(out / THEORY)
     except UsageError:  # It is not there, or not whole, or of another version.
@@ -169,16 +170,20 @@ def write_printed(path: Path, call: Callable[[], None]) -> None:
     write_whole(path, said.getvalue().encode())
 
 
-def learn(name: str, out: Path) -> None:
-    train(name, config_from(name, read(presets(name)["quick"]), "quick"), out / RUNS, name)
+def learn(experiment: Experiment[Any], out: Path) -> None:
+    train(experiment, quick(experiment), out / RUNS / experiment.name)
 
 
-def learned(name: str, out: Path) -> str | None:
-    config = config_from(name, read(presets(name)["quick"]), "quick")
+def learned(experiment: Experiment[Any], out: Path) -> str | None:
     try:
-        return in_words(finished(out / RUNS / name, config))
+        return in_words(finished(out / RUNS / experiment.name, quick(experiment)))
     except UsageError:  # It is not there, or not finished.
         return None
+
+
+def quick(experiment: Experiment[Any]) -> Training:
+    """The config of the stage."""
+    return config_from(experiment, read(presets(experiment.name)["quick"]), "quick")  # type: ignore[no-any-return]
 
 
 def in_words(series: Series) -> str:
@@ -187,10 +192,8 @@ def in_words(series: Series) -> str:
     return f"test{over}: {figures}"
 
 
-def report(out: Path) -> None:
-    from subquad_lab.report import write
-
-    write([out / RUNS], out / RUNS, out / PAGE, out / THEORY)
+def write_report(out: Path) -> None:
+    report.run([out / RUNS], out / RUNS, out / PAGE, out / THEORY)
 
 
 def reported(out: Path) -> str | None:

@@ -1,69 +1,86 @@
 """`subquad plan`: the quickest method that keeps an error, the candidates beside it, and the reason."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import inf
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 from torch import Tensor
 
 import subquad
-from subquad.methods import resolve
-from subquad.planning.plan_result import RIGHT_ALIGNED, Candidate
+from subquad import Candidate
+from subquad.methods import Method, resolve
 from subquad_lab import UsageError
+from subquad_lab.figures.tables import Table
 
+PURPOSES = ("swap", "train")
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 NAMES = (("query", "key", "value"), ("q", "k", "v"))
 MOST = 12  # candidates that are shown unless all are asked for
 
 
-def run(
-    sizes: dict[str, int | None], max_error: float, logit_range: float | None, sample: str | None, causal: bool,
-    training: bool, purpose: str, dtype: str, show_all: bool,
-) -> None:  # fmt: skip
-    """Plan and print; a table with lines on a terminal, plain text in a pipe. `sizes` as for `subquad.plan`."""
-    if dtype not in DTYPES:
-        raise UsageError(f"--dtype: expected one of {', '.join(DTYPES)}, found {dtype!r}")
-    if purpose not in ("swap", "train"):
-        raise UsageError(f"--purpose: expected swap or train, found {purpose!r}")
-    if logit_range is not None and sample is not None:
+@dataclass(frozen=True)
+class Question:
+    """What is asked of `subquad.plan`; `sizes` are its sizes, by their names there."""
+
+    sizes: Mapping[str, Any]
+    max_error: float = 0.05
+    logit_range: float | None = None
+    sample: str | None = None  # a file
+    causal: bool = True
+    training: bool = False
+    purpose: str = "swap"
+    dtype: str = "float32"
+
+
+def run(question: Question, show_all: bool) -> None:
+    """Plan and print: a table, and the reason."""
+    check(question)
+    made = answer(question)
+    shown = made if show_all or made.purpose == "train" else replace(made, candidates=tuple(competing(made)))
+    left_out = len(made.candidates) - len(shown.candidates)
+    chosen = shown.candidates.index(shown.choice)
+    Table(shown.columns, list(shown.rows()), styles={chosen: "bold"}).print()
+    print(f"\n{shown.reason}")
+    if left_out:
+        print(
+            f"Not shown: {left_out} candidates that are slower, less exact, or in a form not taken; --all shows them."
+        )
+
+
+def check(question: Question) -> None:
+    """Refuse options that make no sense, before anything is measured."""
+    if question.dtype not in DTYPES:
+        raise UsageError(f"--dtype: expected one of {', '.join(DTYPES)}, found {question.dtype!r}")
+    if question.purpose not in PURPOSES:
+        raise UsageError(f"--purpose: expected {' or '.join(PURPOSES)}, found {question.purpose!r}")
+    logit_range = question.logit_range
+    if logit_range is not None and question.sample is not None:
         raise UsageError("--sample: give either --logit-range or --sample, not both")
     if logit_range is not None and not 0 <= logit_range < inf:
         raise UsageError(f"--logit-range: expected a number >= 0, found {logit_range:g}")
-    tensors = None if sample is None else load_sample(sample)
+
+
+def answer(question: Question) -> subquad.Plan:
+    """Ask the library, in its words; what is wrong is told in the words of the command line."""
+    tensors = None if question.sample is None else load_sample(question.sample)
+    purpose: Any = question.purpose
     try:
         with calibration_shown() as progress:
-            made = subquad.plan(
-                **sizes, is_causal=causal, training=training or None, purpose=purpose, max_error=max_error,
-                logit_range=logit_range, sample=tensors, dtype=getattr(torch, dtype), progress=progress,
+            return subquad.plan(
+                **question.sizes, is_causal=question.causal, training=question.training or None, purpose=purpose,
+                max_error=question.max_error, logit_range=question.logit_range, sample=tensors,
+                dtype=getattr(torch, question.dtype), progress=progress,
             )  # fmt: skip
     except PermissionError as error:  # of the cache folder
         raise UsageError(error) from error
     except ValueError as error:
         raise UsageError(in_options(str(error))) from error
-    shown = made if show_all or purpose == "train" else replace(made, candidates=tuple(competing(made)))
-    left_out = len(made.candidates) - len(shown.candidates)
-
-    console = Console()
-    if console.is_terminal:
-        table = Table()
-        for column in shown.columns:
-            table.add_column(column, justify="right" if column in RIGHT_ALIGNED else "left")
-        for candidate, cells in zip(shown.candidates, shown.rows(), strict=True):
-            table.add_row(*cells, style="bold" if candidate is shown.choice else None)
-        console.print(table)
-        console.print(shown.reason, highlight=False)
-    else:
-        print(shown)
-    if left_out:
-        print(
-            f"Not shown: {left_out} candidates that are slower, less exact, or in a form not taken; --all shows them."
-        )
 
 
 @contextmanager
@@ -132,11 +149,16 @@ def competing(made: subquad.Plan) -> list[Candidate]:
         if c not in named and (c.is_acceptable or c.seconds < exact.seconds) and not any(beats(o, c) for o in taken)
     ]
     usual = {type(c.method): c for c in reversed(others) if c.error.relative is None}  # the fastest of its kind,
-    usual |= {type(c.method): c for c in others if c.method == resolve(c.method.name)}  # or the one with usual settings
+    usual |= {type(c.method): c for c in others if is_default(c.method)}  # or the one with usual settings
     others = [c for c in others if c.error.relative is not None or c is usual[type(c.method)]]
     others.sort(key=lambda c: not c.is_acceptable)
     kept = named + others[: MOST - len(named)]
     return [c for c in made.candidates if c in kept]
+
+
+def is_default(method: Any) -> bool:
+    """Whether it is what its name alone stands for."""
+    return isinstance(method, Method) and method == resolve(method.name)
 
 
 def beats(one: Candidate, other: Candidate) -> bool:

@@ -15,24 +15,21 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 from torch import Tensor
 
 import subquad
 from subquad import Exact
 from subquad.methods import label_of
-from subquad.methods.error_estimate import check_max_error
-from subquad.planning.calibration_file import predicted_seconds
-from subquad.planning.measured_error import SAMPLE_MARGIN
-from subquad.planning.shape import Shape
-from subquad.planning.text import short
+from subquad.planning import SAMPLE_MARGIN, Shape, predicted_seconds
 from subquad_lab import UsageError
-from subquad_lab.commands.plan import calibration_shown, in_options
+from subquad_lab.commands.plan import calibration_shown
+from subquad_lab.figures.tables import Table
 from subquad_lab.models.pretrained import Layer, load, read, watch
 
 LENGTHS = (4096, 16_384, 65_536)  # for which speeds are reported
@@ -71,10 +68,8 @@ def run(model: str | None, text: str | None, tokens: int | None, max_error: floa
     if model is None or text is None:
         missing = "--text FILE" if text is None else "--model PATH"
         raise UsageError(f"--model: expected a model and a text for it to read; {missing} is missing")
-    try:
-        check_max_error(max_error)
-    except ValueError as error:
-        raise UsageError(in_options(str(error))) from error
+    if not 0 < max_error < inf:
+        raise UsageError(f"--max-error: expected a number above 0, the relative error that is allowed, got {max_error}")
     loaded, tokenizer = load(model)
     sequence = read(text, loaded, tokenizer, tokens)
     try:
@@ -159,7 +154,7 @@ def rows(layers: Sequence[LayerPlan], show_all: bool) -> Iterator[tuple[str, ...
         if layer.whole is None:
             yield str(number), "", "not plain attention", "", "no", *[""] * (1 + len(LENGTHS))
             continue
-        speeds = [f"{short(exact / taken)}x" if layer.whole.is_kept else "" for exact, taken in layer.seconds]
+        speeds = [speed(exact / taken) if layer.whole.is_kept else "" for exact, taken in layer.seconds]
         able = f"{sum(head.is_kept for head in layer.heads)} of {len(layer.heads)}"
         yield str(number), *cells(layer.whole), able, *speeds
         if show_all:
@@ -170,6 +165,11 @@ def rows(layers: Sequence[LayerPlan], show_all: bool) -> Iterator[tuple[str, ...
 def cells(found: Finding) -> tuple[str, ...]:
     low, high = found.logits
     return f"{low:.1f} .. {high:.1f}", label_of(found.method), f"{found.error:.2g}", "yes" if found.is_kept else "no"
+
+
+def speed(ratio: float) -> str:
+    """Two digits, never as a power of ten."""
+    return f"{ratio:,.0f}x" if ratio >= 10 else f"{ratio:.2g}x"
 
 
 def conclusion(layers: Sequence[LayerPlan], max_error: float) -> str:
@@ -187,26 +187,14 @@ def conclusion(layers: Sequence[LayerPlan], max_error: float) -> str:
         sum(exact for exact, _ in of) / sum(min(both) for both in of)  # Where it is slower, a layer stays exact.
         for of in zip(*(layer.seconds for layer in plain), strict=True)
     ]
-    speeds = ", ".join(f"{short(speed)}x at {name}" for speed, name in zip(together, NAMES, strict=True))
+    speeds = ", ".join(f"{speed(ratio)} at {name}" for ratio, name in zip(together, NAMES, strict=True))
     return f"{first} With them, the attention of all layers together has a speed of {speeds}."
 
 
 def report(layers: Sequence[LayerPlan], length: int, max_error: float, show_all: bool) -> None:
-    """A table with lines on a terminal, plain text in a pipe."""
+    """A table, a note and a conclusion."""
     title = f"{len(layers)} layers on a text of {length:,} tokens"
     note = NOTE.format(margin=SAMPLE_MARGIN, max_error=max_error, names=", ".join(NAMES))
-    lines = [COLUMNS, *rows(layers, show_all)]
-    console = Console()
-    if console.is_terminal:
-        table = Table(title=title)
-        for column in COLUMNS:
-            table.add_column(column, justify="right" if column in ("logits", "error", *NAMES) else "left")
-        for line in lines[1:]:
-            table.add_row(*line, style="bold" if line[4] == "yes" else None)
-        console.print(table)
-    else:
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        print(title)
-        for line in lines:
-            print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+    lines = list(rows(layers, show_all))
+    Table(COLUMNS, lines, title, {i: "bold" for i, line in enumerate(lines) if line[4] == "yes"}).print()
     print(note, conclusion(layers, max_error), sep="\n")

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from subquad_lab import UsageError
-from subquad_lab.training.lifecycle import trained
-from subquad_lab.training.seeds import chosen
+from subquad_lab.experiments.images import Images
+from subquad_lab.experiments.stored import chosen, trained
 
 # What Pillow decodes by itself: for other kinds it may start programs, such as Ghostscript.
 FORMATS = ("PNG", "JPEG", "BMP", "GIF", "PPM", "TIFF", "WEBP")
@@ -16,8 +16,8 @@ FORMATS = ("PNG", "JPEG", "BMP", "GIF", "PPM", "TIFF", "WEBP")
 
 def run(folder: str, files: list[str]) -> None:
     """A line for each picture: its file, the likeliest class, and the probability of that."""
-    made, task = trained(chosen(folder))
-    if made.about()["experiment"] != "images":
+    made, task = trained(chosen(Path(folder)))
+    if not isinstance(task, Images):
         raise UsageError(f"RUN: {made.folder} is not a run of an image model")
     pictures = torch.stack([read_picture(Path(file), *task.pictures.shape) for file in files])
     probabilities = task.predict(pictures).exp()

@@ -1,10 +1,11 @@
 """`subquad sample`: texts of a trained language model."""
 
 from math import inf
+from pathlib import Path
 
 from subquad_lab import UsageError
-from subquad_lab.training.lifecycle import trained
-from subquad_lab.training.seeds import chosen
+from subquad_lab.experiments.language import Language
+from subquad_lab.experiments.stored import chosen, trained
 
 
 def run(folder: str, prompt: str, count: int, words: int, temperature: float, top_k: int | None, top_p: float | None,
@@ -19,8 +20,8 @@ def run(folder: str, prompt: str, count: int, words: int, temperature: float, to
         raise UsageError(f"--temperature: expected a number >= 0, found {temperature}")
     if top_p is not None and not 0 < top_p <= 1:
         raise UsageError(f"--top-p: expected a number above 0 and up to 1, found {top_p}")
-    made, task = trained(chosen(folder))
-    if not hasattr(task, "sample"):
+    made, task = trained(chosen(Path(folder)))
+    if not isinstance(task, Language):
         raise UsageError(f"RUN: {made.folder} is not a run of a language model")
     for i in range(count):
         print(task.sample(prompt, words, temperature, top_k, top_p, seed + i), flush=True)

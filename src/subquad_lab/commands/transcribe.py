@@ -10,11 +10,10 @@ from subquad_lab.data.sound import RATE, read_sound
 from subquad_lab.data.speech import text_of
 from subquad_lab.data.utterances import Usual, heard
 from subquad_lab.experiments.speech import Config, make_model, side_by_side, spelled
+from subquad_lab.experiments.stored import chosen, experiment_of
 from subquad_lab.models.speech import Speech
-from subquad_lab.options.fields import config_of
-from subquad_lab.training.lifecycle import load_weights, task_of
+from subquad_lab.training.lifecycle import load_weights, reopen
 from subquad_lab.training.run import ABOUT, Run
-from subquad_lab.training.seeds import chosen
 
 BATCH = 8  # utterances that are heard at once
 MOST_BEAMS = 100
@@ -24,8 +23,8 @@ def run(folder: str, files: list[str], beams: int) -> None:
     """A line for each file or utterance in it. A file that cannot be heard is named, and the others are heard."""
     if not 1 <= beams <= MOST_BEAMS:
         raise UsageError(f"--beams: expected a whole number from 1 to {MOST_BEAMS}, found {beams}")
-    made = Run.open(chosen(folder))
-    _, config = config_of(made)
+    made = Run.open(chosen(Path(folder)))
+    _, config = experiment_of(made)
     if not isinstance(config, Config):
         raise UsageError(f"RUN: {made.folder} is not a run of a speech model")
     longest, usual = learned(made)
@@ -46,7 +45,7 @@ def learned(made: Run) -> tuple[int, Usual]:
     """The frames of the longest clip that the model has learned whole, and what clips usually have."""
     data = made.about()["data"]
     if "usual" not in data:  # An early run has not written it down, but its data tell.
-        data = task_of(made)[2].about()["data"]
+        data = reopen(*experiment_of(made), made).task.about()["data"]
     longest, usual = data.get("longest"), data["usual"]
     if not isinstance(longest, int) or longest < 1:
         raise UsageError(f"RUN: {made.folder} has learned no clip whole; expected more characters or frames")

@@ -8,14 +8,13 @@ from typing import Any
 
 from rich.console import Console
 from rich.live import Live
-from rich.markup import escape
-from rich.table import Table
 
 from subquad_lab import RunError, UsageError
+from subquad_lab.figures.tables import Table
 from subquad_lab.system.files import write_whole
 from subquad_lab.theory import SUBJECTS, Check, Claim, Finding, Setting, all_claims, shown
 
-STYLES = {"fails": "bold red", "holds": "green"}
+COLUMNS = ("", "claim", "figure", "the mistake's", "verdict", "s")
 
 
 def run(which: list[str], as_json: bool, plots: str | None, seed: int, explain: bool) -> None:
@@ -29,7 +28,7 @@ def run(which: list[str], as_json: bool, plots: str | None, seed: int, explain: 
     with Live(console=console, refresh_per_second=4, transient=True) as live:
         for claim in claims:
             if console.is_terminal and not as_json:
-                live.update(table(claims, findings))
+                live.update(table(claims, findings).with_lines())
             begin = time.perf_counter()
             finding = claim.check(Setting(seed))
             findings[claim.number] = finding, time.perf_counter() - begin
@@ -41,7 +40,7 @@ def run(which: list[str], as_json: bool, plots: str | None, seed: int, explain: 
         for claim in claims:
             print("\n".join(explained(claim, findings[claim.number][0])))
     elif console.is_terminal:
-        console.print(table(claims, findings))
+        table(claims, findings).print()
     else:
         for claim in claims:
             print(line(claim, *findings[claim.number]))
@@ -90,16 +89,17 @@ def in_words(check: Check | None) -> str:
 
 
 def table(claims: list[Claim], findings: dict[int, tuple[Finding, float]]) -> Table:
-    found = Table("", "claim", "figure", "the mistake's", "verdict", "s", show_lines=True)
-    for claim in claims:
+    rows, styles = [], {}
+    for i, claim in enumerate(claims):
         cells = [str(claim.number), claim.statement, "...", "", "", ""]
         if claim.number in findings:
             finding, seconds = findings[claim.number]
-            style = STYLES[finding.verdict.partition(",")[0]]
-            cells[2:] = [in_words(first(finding, False)), in_words(first(finding, True)),
-                         f"[{style}]{finding.verdict}[/]", f"{seconds:.1f}"]  # fmt: skip
-        found.add_row(*(cell if i == 4 else escape(cell) for i, cell in enumerate(cells)))
-    return found
+            checks = (in_words(first(finding, is_mistake)) for is_mistake in (False, True))
+            cells[2:] = [*checks, finding.verdict, f"{seconds:.1f}"]
+            if not finding.holds:
+                styles[i] = "bold red"
+        rows.append(cells)
+    return Table(COLUMNS, rows, styles=styles, section=1)
 
 
 def line(claim: Claim, finding: Finding, seconds: float) -> str:

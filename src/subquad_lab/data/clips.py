@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
-from subquad.planning.calibration_file import cache_folder
+from subquad.planning import cache_folder
 from subquad_lab import UsageError
 from subquad_lab.data.sound import MELS, STEP, features
 from subquad_lab.data.sound import RATE as SAMPLES

@@ -21,12 +21,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from subquad.planning.calibration_file import cache_folder
+from subquad.planning import cache_folder
 from subquad_lab import UsageError
 from subquad_lab.data.npz import read_npz
 from subquad_lab.data.pickles import PickledArray, PickledMatrix, named, unpickle
-from subquad_lab.options.limits import room
 from subquad_lab.system.files import write_whole
+from subquad_lab.system.memory import room
 
 FILES = ("x", "tx", "allx", "y", "ty", "ally", "graph", "test.index")
 VALID = 500  # nodes of Planetoid's validation part

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from subquad_lab import UsageError
 from subquad_lab.data.npz import read_npz
-from subquad_lab.options.limits import room
+from subquad_lab.system.memory import room
 
 PARTS = ("train", "valid", "test")
 SIDE = 28  # to which the embedded digits are resized

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from subquad_lab import UsageError
-from subquad_lab.options.limits import room
+from subquad_lab.system.memory import room
 
 
 def read_npz(path: Path, keys: list[str]) -> dict[str, np.ndarray]:

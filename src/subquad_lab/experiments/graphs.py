@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -22,14 +22,13 @@ from subquad_lab.figures.classification import PREDICTIONS, Predictions, confusi
 from subquad_lab.figures.plots import axes_of, svg
 from subquad_lab.models import parameters, refuse_too_large
 from subquad_lab.models.graphs import Attention, Convolution, GraphNet, Mixer, Normalisation, propagation
-from subquad_lab.options.limits import memory
 from subquad_lab.options.methods import parse_method, refuse_many_features
+from subquad_lab.system.memory import memory
 from subquad_lab.training import optimizers
 from subquad_lab.training.config import Training
-from subquad_lab.training.loop import Carry, Rows
+from subquad_lab.training.experiment import Carry, Experiment, PartName, Rows
 from subquad_lab.training.run import Run
 
-MEASURE, HIGHER_IS_BETTER, UNIT = "accuracy", True, "nodes"
 NORMS, EMBEDDING = "norms", "embedding"
 PROPAGATIONS = 16  # after which norms are still shown
 
@@ -112,7 +111,6 @@ def neighbours(graph: Graph, heads: int) -> Tensor:
 class Graphs:
     """The task of the training loop: one step sees the graph."""
 
-    unit, measure, higher_is_better = UNIT, MEASURE, HIGHER_IS_BETTER
     batches = 1
 
     def __init__(self, config: Config, graph: Graph) -> None:
@@ -141,7 +139,7 @@ class Graphs:
     def count(self, rows: Rows) -> int:
         return self.graph.nodes
 
-    def evaluate(self, part: Literal["valid", "test"], check: Callable[[], None]) -> dict[str, float]:
+    def evaluate(self, part: PartName, check: Callable[[], None]) -> dict[str, float]:
         check()
         nodes = getattr(self.graph, part)
         return figures(self.log_probabilities()[nodes], self.graph.classes[nodes])
@@ -214,8 +212,8 @@ def variants(config: Config) -> dict[str, Config]:
 # --- Pictures -----------------------------------------------------------------------------------------------------
 
 
-def pictures(run: Run) -> dict[str, bytes]:
-    predictions = Predictions.of(run)
+def pictures(run: Run, config: Config) -> dict[str, bytes]:
+    predictions = Predictions.of(run.folder)
     if predictions is None:
         return {}
     return {"confusion": confusion_picture(predictions), NORMS: norms_picture(run), EMBEDDING: embedding_picture(run)}
@@ -256,3 +254,19 @@ def embedding_picture(run: Run) -> bytes:
     axes.set(xlabel="first principal component of the hidden layer", ylabel="second principal component")
     axes.legend(fontsize="small")
     return svg(figure)
+
+
+EXPERIMENT = Experiment(
+    name="graphs",
+    about=__doc__,
+    config=Config,
+    measure="accuracy",
+    higher_is_better=True,
+    unit="nodes",
+    loss_unit="node",
+    build=build,
+    label=label,
+    variants=variants,
+    pictures=pictures,
+    published=PUBLISHED,
+)

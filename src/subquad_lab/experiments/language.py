@@ -22,10 +22,8 @@ from subquad_lab.models import parameters, refuse_too_large
 from subquad_lab.models.language import LSTM, SigmoidRNN, Transformer, generate
 from subquad_lab.options.methods import parse_method, refuse_many_features
 from subquad_lab.training.config import Training
-from subquad_lab.training.loop import Carry, Rows
-from subquad_lab.training.run import Run
+from subquad_lab.training.experiment import Carry, Experiment, PartName, Rows
 
-MEASURE, HIGHER_IS_BETTER, UNIT = "perplexity", False, "words"
 PIECE = 4096  # words that are evaluated at once
 STREAMS = 16  # of an evaluation: each begins without a state, so they are few
 
@@ -99,8 +97,6 @@ def make_model(config: Config, words: int) -> nn.Module:
 class Language:
     """The task of the training loop: streams of words."""
 
-    unit, measure, higher_is_better = UNIT, MEASURE, HIGHER_IS_BETTER
-
     def __init__(self, config: Config, corpus: Corpus) -> None:
         self.config, self.corpus = config, corpus
         refuse_too_large(count_parameters(config, len(corpus.words)), f"width: a model of width {config.width}")
@@ -137,7 +133,7 @@ class Language:
         return rows[0].numel()
 
     @torch.no_grad()
-    def evaluate(self, part: Literal["valid", "test"], check: Callable[[], None]) -> dict[str, float]:
+    def evaluate(self, part: PartName, check: Callable[[], None]) -> dict[str, float]:
         """Every word of the part but the first, once."""
         words = getattr(self.corpus, part)
         device = next(self.model.parameters()).device
@@ -210,10 +206,6 @@ def label(config: Config) -> str:
     return f"{config.model}, {config.method}" if config.model == "transformer" else config.model
 
 
-def pictures(run: Run) -> dict[str, bytes]:
-    return {}
-
-
 def matched(config: Config, words: int, total: int) -> Config:
     """The width, also of the word vectors, with which the model has about so many parameters."""
     sized = [replace(config, width=width, embedding=width) for width in range(2, 4097, 2)]
@@ -228,3 +220,18 @@ def matched(config: Config, words: int, total: int) -> Config:
 def count_parameters(config: Config, words: int) -> int:
     with torch.device("meta"):
         return parameters(make_model(config, words))["total"]
+
+
+EXPERIMENT = Experiment(
+    name="language",
+    about=__doc__,
+    config=Config,
+    measure="perplexity",
+    higher_is_better=False,
+    unit="words",
+    loss_unit="word",
+    build=build,
+    label=label,
+    variants=variants,
+    published=PUBLISHED,
+)

@@ -6,6 +6,7 @@ confusion[i, j] = examples of class i that were taken for class j
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch.nn import functional as F
 
 from subquad_lab import Diverged, UsageError
 from subquad_lab.figures.plots import axes_of, svg
-from subquad_lab.training.run import Run
+from subquad_lab.system.files import read_json
 
 PREDICTIONS = "predictions"
 
@@ -54,12 +55,12 @@ class Predictions:
         return {**vars(self), "accuracy_by_class": self.by_class(), "confusion": self.confusion().tolist()}
 
     @classmethod
-    def of(cls, run: Run) -> "Predictions | None":
-        """Those that a run has written down, checked; None while it is not finished."""
-        path = run.folder / f"{PREDICTIONS}.json"
+    def of(cls, folder: Path) -> "Predictions | None":
+        """Those that a run has written down in its folder, checked; None while it is not finished."""
+        path = folder / f"{PREDICTIONS}.json"
         if not path.is_file():
             return None
-        content = run.read_json(path.name)
+        content = read_json(path)
         classes, wanted, found = (content.get(name) for name in ("classes", "wanted", "found"))
         if not isinstance(classes, list) or not all(isinstance(name, str) for name in classes):
             raise UsageError(f"{path}: expected the names of the classes")

@@ -1,39 +1,55 @@
 """Pictures as SVG: curves of a run, or of several side by side."""
 
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
-from typing import Any
-
-from subquad_lab.training.run import Run
+from typing import Any, Protocol
 
 SMOOTH = 200  # points of a training curve: the mean of the steps between
-LOSS_OF = {"language": "word", "images": "picture", "graphs": "node", "speech": "character"}  # that it is a mean over
 Points = list[tuple[float, float]]
 
 
-def curves(run: Run, measure: str) -> bytes:
+class Measured(Protocol):
+    """What pictures need to know of an experiment."""
+
+    @property
+    def measure(self) -> str:
+        """Of its figures, the one that is drawn."""
+
+    @property
+    def loss_unit(self) -> str:
+        """What its loss is a mean over."""
+
+
+class Logged(Protocol):
+    """A run, as far as it is drawn."""
+
+    def metrics(self) -> Iterable[dict[str, float]]:
+        """A line for each step and each evaluation."""
+
+
+def curves(run: Logged, experiment: Measured) -> bytes:
     """Training loss by step, and the validation measure."""
-    lines = list(run.metrics())
+    lines, measure = list(run.metrics()), experiment.measure
     figure, (left, right) = axes_of(2)
     left.plot(*smoothed([(line["step"], line["loss"]) for line in lines if "loss" in line]))
-    left.set(xlabel="step", ylabel=f"training {loss_label(run)}")
+    left.set(xlabel="step", ylabel=f"training {loss_label(experiment)}")
     points = [(line["step"], line[f"valid/{measure}"]) for line in lines if f"valid/{measure}" in line]
     right.plot(*zip(*points, strict=True), "o-") if points else None
     right.set(xlabel="step", ylabel=f"validation {measure.replace('_', ' ')}")
     return svg(figure)
 
 
-def compared(groups: dict[str, list[Run]], measure: str) -> bytes:
+def compared(groups: Mapping[str, Sequence[Logged]], experiment: Measured) -> bytes:
     """Training loss and validation measure by epoch, a line for each group: the mean of its runs, which are alike."""
     figure, both = axes_of(2)
+    measure = experiment.measure
     for name, runs in groups.items():
         label = name.replace("$", r"\$")  # no formulas
         for axes, points in zip(both, by_epoch(runs, measure), strict=True):
             if points:
                 axes.plot(*zip(*points, strict=True), "o-", markersize=3, label=label)
-    any_run = next((run for runs in groups.values() for run in runs), None)
-    both[0].set(ylabel=f"training {loss_label(any_run) if any_run else 'loss'}")
+    both[0].set(ylabel=f"training {loss_label(experiment)}")
     both[1].set(ylabel=f"validation {measure.replace('_', ' ')}")
     for axes in both:
         epochs_across(axes)
@@ -44,9 +60,8 @@ def compared(groups: dict[str, list[Run]], measure: str) -> bytes:
     return svg(figure)
 
 
-def loss_label(run: Run) -> str:
-    of = LOSS_OF.get(run.about()["experiment"])
-    return f"loss, nats per {of}" if of else "loss"
+def loss_label(experiment: Measured) -> str:
+    return f"loss, nats per {experiment.loss_unit}"
 
 
 def epochs_across(axes: Any) -> None:
@@ -67,7 +82,7 @@ def by_factors(axes: Any) -> None:
     axes.yaxis.set_minor_formatter("")
 
 
-def by_epoch(runs: list[Run], measure: str) -> tuple[Points, Points]:
+def by_epoch(runs: Sequence[Logged], measure: str) -> tuple[Points, Points]:
     """At each evaluation: the mean training loss of all steps since the one before, and the measure.
 
     Where runs have stopped early, up to the first that has: later means would be of those that went on alone.

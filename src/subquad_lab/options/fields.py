@@ -3,21 +3,36 @@
 A YAML file is data: what would make Python objects (`!!python/object`) is refused by its reader.
 """
 
+import re
 from dataclasses import asdict, fields
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser
 
 from subquad_lab import UsageError
-from subquad_lab.experiments import experiment
-from subquad_lab.options.parsing import wrong_value
-from subquad_lab.training.config import Training
-from subquad_lab.training.run import CONFIG, Run
 
 PRESETS = Path(__file__).parent / "presets"
+KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false"}
+C_co = TypeVar("C_co", covariant=True)
+
+
+class Configured(Protocol[C_co]):
+    """What options need to know of an experiment."""
+
+    @property
+    def name(self) -> str:
+        """On the command line, and of its folder of presets."""
+
+    @property
+    def about(self) -> str:
+        """For the help."""
+
+    @property
+    def config(self) -> type[C_co]:
+        """A dataclass; its fields are the options."""
 
 
 def presets(name: str) -> dict[str, Path]:
@@ -25,26 +40,27 @@ def presets(name: str) -> dict[str, Path]:
     return {path.stem: path for path in sorted((PRESETS / name).glob("*.yaml"))}
 
 
-def given_fields(name: str, arguments: list[str]) -> dict[str, Any]:
+def given_fields(experiment: Configured[Any], arguments: list[str]) -> dict[str, Any]:
     """What --preset and --config say, the later over the earlier."""
     values: dict[str, Any] = {}
+    own = presets(experiment.name)
     for option, value in _pairs(arguments):
         if option == "--preset":
-            if value not in presets(name):
-                raise UsageError(f"--preset: expected one of {', '.join(presets(name))}, found {value!r}")
-            values |= read(presets(name)[value])
+            if value not in own:
+                raise UsageError(f"--preset: expected one of {', '.join(own)}, found {value!r}")
+            values |= read(own[value])
         elif option == "--config":
-            values |= fields_of_file(name, Path(value))
+            values |= fields_of_file(experiment, Path(value))
     return values
 
 
-def fields_of_file(name: str, path: Path) -> dict[str, Any]:
+def fields_of_file(experiment: Configured[Any], path: Path) -> dict[str, Any]:
     """The fields of a file, each of its type; a run's own config names its experiment too."""
     values = read(path)
-    of = values.pop("experiment", name)
-    if of != name:
-        raise UsageError(f"{path}: a config of the experiment {of!r}, expected {name!r}")
-    checked = typed(name, values, path)
+    of = values.pop("experiment", experiment.name)
+    if of != experiment.name:
+        raise UsageError(f"{path}: a config of the experiment {of!r}, expected {experiment.name!r}")
+    checked = typed(experiment, values, path)
     return {field: checked[field] for field in values}
 
 
@@ -105,39 +121,43 @@ def read(path: Path) -> dict[str, Any]:
     return content
 
 
-def typed(name: str, values: dict[str, Any], source: object) -> dict[str, Any]:
+def typed(experiment: Configured[Any], values: dict[str, Any], source: object) -> dict[str, Any]:
     """All fields, each of its type; `source` is named where one of them is wrong."""
-    kind = experiment(name).Config
+    kind = experiment.config
     parser = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(kind, as_group=False)
     known = [field.name for field in fields(kind)]
     for key in values:
         if key not in known:
-            raise UsageError(f"{source}: {key!r} is no field of {name}; expected some of {', '.join(known)}")
+            raise UsageError(f"{source}: {key!r} is no field of {experiment.name}; expected some of {', '.join(known)}")
     try:
         return parser.parse_object(values).as_dict()
     except ArgumentError as error:
         raise UsageError(f"{source}: {wrong_value(error).removeprefix('--')}") from error
 
 
-def config_from(name: str, values: dict[str, Any], source: object) -> Training:
+def config_from(experiment: Configured[C_co], values: dict[str, Any], source: object) -> C_co:
     """A config from its fields, which also fit each other."""
     try:
-        return experiment(name).Config(**typed(name, values, source))
+        return experiment.config(**typed(experiment, values, source))
     except UsageError as error:
         if str(error).startswith(f"{source}: "):
             raise
         raise UsageError(f"{source}: {error}") from error
 
 
-def config_of(run: Run) -> tuple[str, Training]:
-    """The experiment of a run and its config."""
-    path = run.folder / CONFIG
-    content = read(path)
-    name = str(content.pop("experiment", None))
-    return name, config_from(name, content, path)
+def with_values(experiment: Configured[C_co], config: Any, values: dict[str, Any], source: object) -> C_co:
+    """The same config with other values of some fields."""
+    return config_from(experiment, asdict(config) | values, source)
 
 
-def with_values(name: str, config: Training, values: dict[str, Any], source: object) -> Training:
-    """The same with other values of some fields."""
-    return config_from(name, asdict(config) | values, source)
+def wrong_value(error: Exception) -> str:
+    """The parser speaks of keys, classes and unions; say which option was wrong, and what it takes."""
+    kinds = r"(?:<class '(int|float|bool)'>|typing.Literal\[(.*?)\])"
+    if found := re.match(rf'Parser key "([\w.]+)":.*?Expected a {kinds}.*value: (.*)', str(error), re.DOTALL):
+        name, kind, choices, value = found.groups()
+        option = name.rpartition(".")[2].replace("_", "-")
+        return f"--{option}: expected {KINDS[kind] if kind else f'one of {choices}'}, found {value!r}"
+    missing = r"(arguments are required: )\w+\.(\w+)"  # of the parser's own name for a positional
+    text = re.sub(missing, lambda found: found[1] + found[2].upper(), str(error))
+    return " ".join(text.split())

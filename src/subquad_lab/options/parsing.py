@@ -5,8 +5,7 @@ config; what --preset and --config say become their defaults.
 """
 
 import inspect
-import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from importlib.metadata import version
@@ -16,9 +15,10 @@ from docstring_parser import parse
 from jsonargparse import ArgumentParser
 
 from subquad_lab import UsageError
+from subquad_lab.options.fields import Configured, given_fields, presets, split_off
 
 Command = Callable[..., None]
-KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false"}
+Experiments = Mapping[str, Configured[Any]]
 
 
 class Options(ArgumentParser):
@@ -33,12 +33,25 @@ class Options(ArgumentParser):
         return super().add_argument(*(name.replace("_", "-") for name in names), **settings)
 
 
-def call(commands: Sequence[Command], of_experiments: dict[str, str], arguments: list[str]) -> None:
-    """Call the command that the arguments name. Experiments are imported for the commands that need them."""
+def call(
+    commands: Sequence[Command],
+    of_experiments: dict[str, str],
+    arguments: list[str],
+    experiments: Callable[[], Experiments],
+) -> None:
+    """Call the command that the arguments name.
+
+    Args:
+        commands: Functions; those of experiments get `experiment` and `config`.
+        of_experiments: The names of commands about an experiment, and the folders that they write into.
+        arguments: The words of the command line.
+        experiments: Gives all experiments, if a command needs them.
+    """
     parser = Options(
         prog="subquad", version=version("subquad"), description="Attention whose cost and error you choose."
     )
     subcommands = parser.add_subcommands()
+    known: Experiments = {}
     searched: dict[str, Any] = {}
     for command in commands:
         name, description = command.__name__, (inspect.getdoc(command) or "").partition("\nArgs:")[0]
@@ -46,7 +59,8 @@ def call(commands: Sequence[Command], of_experiments: dict[str, str], arguments:
         subcommands.add_subcommand(name, options, help=description.partition("\n")[0])
         if name in of_experiments:
             if arguments[:1] == [name]:
-                arguments, searched = add_experiments(options, command, of_experiments[name], arguments)
+                known = experiments()
+                arguments, searched = add_experiments(options, command, of_experiments[name], arguments, known)
             continue
         lists = {p.name: p for p in inspect.signature(command).parameters.values() if p.annotation == list[str]}
         options.add_function_arguments(command, as_group=False, as_positional=True, skip=set(lists))
@@ -63,17 +77,15 @@ def call(commands: Sequence[Command], of_experiments: dict[str, str], arguments:
     if chosen.subcommand not in of_experiments:
         function(**given)
         return
-    with naming_options(given["experiment"]):
-        function(**with_config(given) | searched)
+    experiment = known.get(given["experiment"])
+    with naming_options(experiment):
+        function(**with_config(given, experiment) | searched)
 
 
 def add_experiments(
-    options: Options, command: Command, out: str, arguments: list[str]
+    options: Options, command: Command, out: str, arguments: list[str], known: Experiments
 ) -> tuple[list[str], dict[str, Any]]:
     """A subcommand for each experiment. Returns the arguments without --grid.FIELD and the like, and those."""
-    from subquad_lab.experiments import EXPERIMENTS, experiment
-    from subquad_lab.options.fields import given_fields, presets, split_off
-
     own, searched = inspect.signature(command).parameters, {}
     for kind in ("grid", "span"):
         if kind in own:
@@ -82,8 +94,8 @@ def add_experiments(
         _resume_alone(arguments)
         options.add_argument("--resume", type=str | None, default=None, help="Folder of a run to go on with.")
     experiments = options.add_subcommands(required=False, dest="experiment")
-    for name in EXPERIMENTS:
-        about = inspect.getdoc(experiment(name)) or ""
+    for name, experiment in known.items():
+        about = inspect.cleandoc(experiment.about)
         fields = Options(description=f"{inspect.getdoc(command)}\n\n{about}")
         experiments.add_subcommand(name, fields, help=about.partition("\n")[0])
         place = out if "resume" in own else f"{out}/{name}"  # A folder holds one comparison, or one sweep.
@@ -93,9 +105,9 @@ def add_experiments(
         fields.add_argument("--config", type=str | None, default=None, help="A YAML file with any of the fields.")
         if "trials" in own:
             fields.add_argument("--trials", type=int, default=20, help="The most trials of a search with --span.")
-        fields.add_class_arguments(experiment(name).Config, as_group=False)
+        fields.add_class_arguments(experiment.config, as_group=False)
         if arguments[1:2] == [name]:
-            fields.set_defaults(given_fields(name, arguments))
+            fields.set_defaults(given_fields(experiment, arguments))
     return arguments, searched
 
 
@@ -109,40 +121,23 @@ def _resume_alone(arguments: list[str]) -> None:
             raise UsageError(f"--resume: expected the folder of a run and nothing else, found {' '.join(rest)!r} too")
 
 
-def with_config(given: dict[str, Any]) -> dict[str, Any]:
-    """The fields of an experiment as its config."""
-    from subquad_lab.experiments import experiment
-
-    name = given["experiment"]
-    if name is None:
+def with_config(given: dict[str, Any], experiment: Configured[Any] | None) -> dict[str, Any]:
+    """The experiment itself, and its fields as its config."""
+    if experiment is None:
         return given | {"config": None, "out": ""}
-    rest, kind = given.pop(name), experiment(name).Config
+    rest, kind = given.pop(experiment.name), experiment.config
     config = kind(**{field.name: rest.pop(field.name) for field in fields(kind)})
     del rest["config"], rest["preset"]
-    return given | rest | {"config": config}
+    return given | rest | {"experiment": experiment, "config": config}
 
 
 @contextmanager
-def naming_options(name: str | None) -> Iterator[None]:
+def naming_options(experiment: Configured[Any] | None) -> Iterator[None]:
     """What is wrong with a field of the config is told of the option that gives it."""
-    from subquad_lab.experiments import experiment
-
     try:
         yield
     except UsageError as error:
         field, colon, rest = str(error).partition(":")
-        if colon and name is not None and field in {own.name for own in fields(experiment(name).Config)}:
+        if colon and experiment is not None and field in {own.name for own in fields(experiment.config)}:
             raise UsageError(f"--{field.replace('_', '-')}:{rest}") from error
         raise
-
-
-def wrong_value(error: Exception) -> str:
-    """The parser speaks of keys, classes and unions; say which option was wrong, and what it takes."""
-    kinds = r"(?:<class '(int|float|bool)'>|typing.Literal\[(.*?)\])"
-    if found := re.match(rf'Parser key "([\w.]+)":.*?Expected a {kinds}.*value: (.*)', str(error), re.DOTALL):
-        name, kind, choices, value = found.groups()
-        option = name.rpartition(".")[2].replace("_", "-")
-        return f"--{option}: expected {KINDS[kind] if kind else f'one of {choices}'}, found {value!r}"
-    missing = r"(arguments are required: )\w+\.(\w+)"  # of the parser's own name for a positional
-    text = re.sub(missing, lambda found: found[1] + found[2].upper(), str(error))
-    return " ".join(text.split())

@@ -1,9 +1,11 @@
 """Files that are whole or not there, also after a crash or on a full disk."""
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from subquad_lab import UsageError
 
@@ -62,3 +64,14 @@ def locked(folder: Path, wait: bool = False) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """An object in a JSON file, or a UsageError that names the file."""
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise UsageError(f"{path}: cannot be read as JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise UsageError(f"{path}: expected an object, found {type(content).__name__}")
+    return content

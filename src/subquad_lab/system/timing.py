@@ -16,14 +16,17 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from torch import Tensor
+import torch
+from torch import Tensor
 
-    Inputs = tuple[Tensor, Tensor, Tensor]
-    Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+import subquad
+from subquad.methods import resolve
+
+Inputs = tuple[Tensor, Tensor, Tensor]
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -63,10 +66,8 @@ def measure(request: Request) -> Measurement:
     return Measurement(**json.loads(done.stdout))
 
 
-def normal_inputs(request: Request) -> "Inputs":
+def normal_inputs(request: Request) -> Inputs:
     """Queries, keys and values of shape (1, heads, length, width)."""
-    import torch
-
     generator = torch.Generator().manual_seed(request.seed)
     shape = (1, request.heads, request.length, request.width)
     q, k, v = (torch.randn(shape, generator=generator) for _ in range(3))
@@ -132,14 +133,12 @@ def in_turn(calls: dict[str, Callable[[], object]], rounds: int, at_least: float
     return best
 
 
-def relative_error(output: "Tensor", q: "Tensor", k: "Tensor", v: "Tensor", rows: int = 256) -> float:
+def relative_error(output: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: int = 256) -> float:
     """Error of causal attention over `rows` rows, against float64: O(rows * length).
 
     The first rows are averages of few values, so they are large: a quarter of the rows are the first ones, each for
     itself, and the others, spread evenly, stand for as many as lie between them.
     """
-    import torch
-
     length = q.shape[-2]
     first = min(rows // 4, length)
     others = min(rows - first, length - first)
@@ -156,17 +155,15 @@ def relative_error(output: "Tensor", q: "Tensor", k: "Tensor", v: "Tensor", rows
     return math.sqrt(difference / norm)
 
 
-def call(attend: "Attend", inputs: "Inputs", backward: bool) -> "Tensor":
+def call(attend: Attend, inputs: Inputs, backward: bool) -> Tensor:
     """One call of attention, with its gradients if they are asked for."""
-    import torch
-
     output = attend(*inputs)
     if backward:
         torch.autograd.grad(output.sum(), inputs)
     return output.detach()
 
 
-def memory_and_error(attend: "Attend", request: Request) -> tuple[int, float]:
+def memory_and_error(attend: Attend, request: Request) -> tuple[int, float]:
     """Peak bytes and relative error of one call; the first of its size in this process."""
     # A small call before it pays for what torch sets up once.
     call(attend, normal_inputs(replace(request, length=16)), request.backward)
@@ -179,13 +176,7 @@ def memory_and_error(attend: "Attend", request: Request) -> tuple[int, float]:
 
 def run(request: Request) -> Measurement:
     """Measure one call in this process."""
-    import subquad
-    from subquad_lab.options.methods import parse_method
-
-    method = parse_method(request.method)
-
-    def attend(q: "Tensor", k: "Tensor", v: "Tensor") -> "Tensor":
-        return subquad.attention(q, k, v, is_causal=True, method=method)
+    attend = partial(subquad.attention, is_causal=True, method=resolve(request.method))
 
     peak, error = memory_and_error(attend, request)
     inputs = normal_inputs(request)

@@ -9,62 +9,35 @@ batch are shared out to the processes, and within a process to the parts of an a
 
 import math
 import time
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict
-from typing import Any, Literal, Protocol
+from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import Tensor
 
 from subquad_lab import Diverged, UsageError
 from subquad_lab.training import checkpoint, snapshot
 from subquad_lab.training.checkpoint import Checkpoint, Damaged
-from subquad_lab.training.config import Progress, Training, part_done, rate
+from subquad_lab.training.config import Training
+from subquad_lab.training.experiment import Experiment, PartName, Task
 from subquad_lab.training.interruption import Interrupted, Interruption
 from subquad_lab.training.optimizers import make_optimizer
 from subquad_lab.training.progress import Display
 from subquad_lab.training.run import Run
+from subquad_lab.training.schedule import Progress, part_done, rate
 
-Rows = tuple[Tensor, ...]  # each (rows, ...)
-Carry = dict[str, Tensor]  # each (rows, ...)
 SAVE_SECONDS = 60.0
-
-
-class Task(Protocol):
-    """What the loop asks of an experiment."""
-
-    model: nn.Module
-    batches: int  # of an epoch
-    unit: str  # what is counted: words, images
-    measure: str  # the figure of `evaluate` that says which weights are best
-    higher_is_better: bool  # of the measure
-
-    def batch(self, epoch: int, index: int) -> Rows:
-        """The rows of one step; the same for the same place."""
-
-    def begin(self, rows: int) -> Carry:
-        """What the model remembers before an epoch: nothing, or a tensor of each row."""
-
-    def loss(self, model: nn.Module, rows: Rows, carry: Carry) -> tuple[Tensor, Carry]:
-        """The mean over the rows, and what is remembered for the next step, detached."""
-
-    def count(self, rows: Rows) -> int:
-        """Units in these rows, for the speed."""
-
-    def evaluate(self, part: Literal["valid", "test"], check: Callable[[], None]) -> dict[str, float]:
-        """Figures of a part of the data. Changes nothing; calls `check` now and then, which may raise."""
-
-    def records(self) -> dict[str, Any]:
-        """What a finished run writes down besides, as JSON by name: predictions of the test part, for example."""
 
 
 class Trainer:
     """One run: the model, its optimiser, and how far they have come."""
 
-    def __init__(self, task: Task, settings: Training, run: Run, display: Display) -> None:
-        self.task, self.settings, self.run, self.display = task, settings, run, display
+    def __init__(
+        self, experiment: Experiment[Any], task: Task, settings: Training, run: Run, display: Display
+    ) -> None:  # fmt: skip
+        self.experiment, self.task, self.settings, self.run, self.display = experiment, task, settings, run, display
         self.accelerator = Accelerator(cpu=not torch.accelerator.is_available())
         self.rank, self.world = self.accelerator.process_index, self.accelerator.num_processes
         self.optimizer = make_optimizer(settings.optimizer, task.model.parameters(), settings.lr, settings.momentum,
@@ -138,7 +111,7 @@ class Trainer:
         if self.accelerator.is_main_process:
             self.run.log(progress.step, {"epoch": self._epochs, "loss": loss, "gradient": norm, "lr": lr})
             self.display.step(progress.step, part_done(self.settings, progress, self.total), loss,
-                              progress.units / max(progress.seconds, 1e-9), self.task.unit)  # fmt: skip
+                              progress.units / max(progress.seconds, 1e-9), self.experiment.unit)  # fmt: skip
 
     def _clip(self) -> float:
         """The norm of all gradients, before they are clipped."""
@@ -164,7 +137,7 @@ class Trainer:
     def evaluate(self) -> None:
         """On the validation part; the best value so far is remembered."""
         figures = self._figures("valid")
-        progress, value = self.progress, figures[self.task.measure]
+        progress, value = self.progress, figures[self.experiment.measure]
         progress.evaluated = progress.step
         if self._is_better(value):
             progress.best, progress.best_step, progress.since_best = value, progress.step, 0
@@ -175,20 +148,20 @@ class Trainer:
             timing = {"seconds": progress.seconds, "speed": progress.units / max(progress.seconds, 1e-9)}
             self.run.log(progress.step, {"epoch": self._epochs, **named}, timing)
             best = "none" if progress.best is None else f"{progress.best:.4g}, step {progress.best_step:,}"
-            self.display.evaluated(progress.step, figures, f"{self.task.measure} {best}", self.is_done)
+            self.display.evaluated(progress.step, figures, f"{self.experiment.measure} {best}", self.is_done)
 
     def _is_better(self, value: float) -> bool:
         best = self.progress.best
         if best is None:
             return not math.isnan(value)
-        return value > best if self.task.higher_is_better else value < best
+        return value > best if self.experiment.higher_is_better else value < best
 
     @property
     def _epochs(self) -> float:
         """Passes over the training part so far."""
         return self.progress.step / self.task.batches
 
-    def _figures(self, part: Literal["valid", "test"]) -> dict[str, float]:
+    def _figures(self, part: PartName) -> dict[str, float]:
         self.task.model.eval()
         try:
             return self.task.evaluate(part, self._stop_if_asked)
@@ -206,7 +179,7 @@ class Trainer:
         return {
             "valid": self._figures("valid"), "test": self._figures("test"), "weights_of_step": chosen,
             "steps": progress.step, "epochs": self._epochs, "seconds": progress.seconds,
-            f"{self.task.unit}_per_second": progress.units / max(progress.seconds, 1e-9), "processes": self.world,
+            f"{self.experiment.unit}_per_second": progress.units / max(progress.seconds, 1e-9), "processes": self.world,
         }  # fmt: skip
 
     # --- Several processes ----------------------------------------------------------------------------------------

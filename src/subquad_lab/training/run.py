@@ -26,7 +26,7 @@ import yaml
 
 import subquad
 from subquad_lab import RunError, UsageError
-from subquad_lab.system.files import write_whole
+from subquad_lab.system.files import read_json, write_whole
 
 CONFIG, ABOUT, RESULT, CURVES = "config.yaml", "run.json", "result.json", "curves.svg"
 METRICS, TIMING, EVENTS = "metrics.jsonl", "timing.jsonl", "events"
@@ -88,7 +88,7 @@ class Run:
         self.write(name, json.dumps(content, indent=1).encode())
 
     def read_json(self, name: str) -> dict[str, Any]:
-        return _read_json(self.folder / name)
+        return read_json(self.folder / name)
 
     def about(self) -> dict[str, Any]:
         """What the run is of; its parts are there, and of the right kind."""
@@ -189,16 +189,6 @@ def _next(root: Path, experiment: str) -> Path:
 
 def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise UsageError(f"{path}: cannot be read as JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise UsageError(f"{path}: expected an object, found {type(content).__name__}")
-    return content
 
 
 def all_runs(root: Path) -> list[Run]:

@@ -36,7 +36,7 @@ def small(tmp_path, monkeypatch):
     patch = f"""
 from pathlib import Path
 from subquad_lab.commands import demo, verify
-demo.EXPERIMENTS = ("language", "graphs")
+demo.EXPERIMENTS = {{name: demo.EXPERIMENTS[name] for name in ("language", "graphs")}}
 demo.presets = lambda name: {{"quick": Path({str(package)!r}) / f"{{name}}.yaml"}}
 chosen = verify.chosen
 verify.chosen = lambda which: chosen(["14", "21"])
@@ -94,7 +94,7 @@ def test_claims_that_cannot_be_read_are_checked_again(content, small):
     small.mkdir()
     (small / "verify.json").write_text(content)
     assert demo.verified(small) is None
-    demo.verify(small)
+    demo.check_claims(small)
     assert demo.verified(small) == "2 of 2 claims hold"
 
 
@@ -125,7 +125,7 @@ ENDLESS_STAGE = """
 import sys, time
 time.sleep(0.5)  # as if it were importing what it needs
 from subquad_lab.commands import demo
-demo.plan = lambda out: time.sleep(120)
+demo.make_plan = lambda out: time.sleep(120)
 sys.exit(demo.main())
 """
 ITS_DEMO = """

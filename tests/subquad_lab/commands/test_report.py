@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from subquad_lab.cli import main
-from subquad_lab.experiments import experiment
+from subquad_lab.experiments.language import EXPERIMENT
 
 
 class Page(HTMLParser):
@@ -45,7 +45,7 @@ def test_the_report_shows_every_run_and_tells_published_figures_apart(trained, o
     assert sum(tag == "svg" for tag, _ in page.elements) == 3  # both curves, and one of both
     rows = [attributes for tag, attributes in page.elements if tag == "tr"]
     published = [row for row in rows if row.get("class") == "published"]
-    assert len(published) == len(experiment("language").PUBLISHED)
+    assert len(published) == len(EXPERIMENT.published)
     assert "published: sigmoid RNN" in page.text
     assert "figures of different data cannot be compared" in page.text
     ids = [attributes["id"] for _, attributes in page.elements if "id" in attributes]

@@ -12,7 +12,7 @@ import pytest
 from small_runs import read_config
 from subquad_lab import Diverged, RunError
 from subquad_lab.cli import main
-from subquad_lab.training import lifecycle
+from subquad_lab.training import lifecycle, processes
 
 
 def test_compare_runs_all_variants_at_equal_size_and_goes_on_where_it_was(text, tmp_path, capfd, monkeypatch):
@@ -34,7 +34,7 @@ def test_compare_runs_all_variants_at_equal_size_and_goes_on_where_it_was(text, 
     def refused(*_):
         raise AssertionError("a finished run was trained again")
 
-    monkeypatch.setattr(lifecycle, "start", refused)
+    monkeypatch.setattr(lifecycle, "begin", refused)
     assert main(arguments) == 0
     assert capfd.readouterr().out.splitlines()[-9:] == shown.splitlines()[-9:]
     assert main([*arguments, "--lr=0.5"]) == 2
@@ -67,16 +67,16 @@ def test_sweep_tries_the_whole_grid_once(options, tmp_path, capfd):
 def test_sweep_searches_a_span_and_takes_over_what_was_killed(options, tmp_path, capfd, monkeypatch):
     out = tmp_path / "sweep"
     arguments = [*sweep_arguments(options, out), "--span.lr=0.001,0.1", "--trials=3"]
-    start = lifecycle.start
+    start = lifecycle.begin
 
     def killed(*given):
         if given[-1] == "trial-001":
             raise KeyboardInterrupt
         return start(*given)
 
-    monkeypatch.setattr(lifecycle, "start", killed)
+    monkeypatch.setattr(lifecycle, "begin", killed)
     assert main(arguments) == 130
-    monkeypatch.setattr(lifecycle, "start", start)
+    monkeypatch.setattr(lifecycle, "begin", start)
     capfd.readouterr()
     assert main(arguments) == 0
     lines = capfd.readouterr().out.splitlines()
@@ -115,12 +115,12 @@ def test_a_span_of_whole_ends_is_searched_between_them(options, tmp_path):
 def test_a_trial_that_diverges_fails_and_a_full_disk_ends_the_sweep(options, tmp_path, capfd, monkeypatch):
     out = tmp_path / "sweep"
     arguments = [*sweep_arguments(options, out), "--grid.lr=0.01,0.1"]
-    start = lifecycle.start
+    start = lifecycle.begin
 
     def full(*_):
         raise RunError("cannot write: No space left on device")
 
-    monkeypatch.setattr(lifecycle, "start", full)
+    monkeypatch.setattr(lifecycle, "begin", full)
     assert main(arguments) == 1
 
     def diverged(*given):
@@ -128,7 +128,7 @@ def test_a_trial_that_diverges_fails_and_a_full_disk_ends_the_sweep(options, tmp
             raise Diverged("the loss is nan")
         return start(*given)
 
-    monkeypatch.setattr(lifecycle, "start", diverged)
+    monkeypatch.setattr(lifecycle, "begin", diverged)
     capfd.readouterr()
     assert main(arguments) == 0
     shown = capfd.readouterr().out
@@ -160,7 +160,7 @@ def test_a_trial_killed_before_it_had_all_its_values_gets_them(options, tmp_path
 
 @pytest.mark.parametrize("command", ["sweep", "compare"])
 def test_several_processes_are_refused_where_each_run_may_have_them(command, options, tmp_path, complaint, monkeypatch):
-    monkeypatch.setattr(lifecycle, "processes", lambda: SimpleNamespace(num_processes=2, is_main_process=True))
+    monkeypatch.setattr(processes, "processes", lambda: SimpleNamespace(num_processes=2, is_main_process=True))
     searched = ["--grid.lr=0.1"] if command == "sweep" else []
     line = complaint([command, "language", *options, *searched])
     assert f"{command}: expected one process, found 2; start it without torchrun" in line

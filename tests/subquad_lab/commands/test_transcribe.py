@@ -15,7 +15,7 @@ from subquad_lab.data.speech import characters
 from subquad_lab.data.utterances import Usual, heard, usual
 from subquad_lab.experiments import speech
 from subquad_lab.experiments.speech import side_by_side, spelled
-from subquad_lab.training import lifecycle
+from subquad_lab.experiments.stored import trained
 from subquad_lab.training.run import Run
 
 
@@ -29,7 +29,7 @@ def test_transcribing_files(speech_run, digits, tmp_path, capfd):
     spans = [re.fullmatch(rf"{tmp_path / 'long.flac'} ([\d.]+)-([\d.]+) s: (.*)", line).groups() for line in others]
     assert [float(begin) for begin, _, _ in spans] == pytest.approx([i * 0.43 for i in range(8)], abs=0.06)
     assert [float(end) for _, end, _ in spans] == pytest.approx([i * 0.43 + 0.18 for i in range(8)], abs=0.06)
-    _, task = lifecycle.trained(speech_run)
+    _, task = trained(speech_run)
     data = Run.open(speech_run).about()["data"]
     assert data["usual"] == usual(task.clips.train)._asdict()
     for beams in (1, 4):

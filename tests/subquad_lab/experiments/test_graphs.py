@@ -213,7 +213,7 @@ def test_train_leaves_pictures_and_records_over_seeds(tmp_path, capfd):
         assert b"<svg" in (folder / f"{name}.svg").read_bytes()
         assert f"seed-0/{name}.svg" in shown or name == "curves"
     run = Run(folder)
-    assert np.mean(Predictions.of(run).right) == pytest.approx(run.result()["test"]["accuracy"])
+    assert np.mean(Predictions.of(run.folder).right) == pytest.approx(run.result()["test"]["accuracy"])
     about = run.about()["data"]
     assert (about["nodes"], about["edges"], about["classes"]) == (34, 78, 4)
     assert about["sizes"] == {"train": 4, "valid": 10, "test": 20}

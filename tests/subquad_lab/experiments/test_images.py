@@ -100,7 +100,7 @@ def test_bytes_are_divided_by_256(small):
 
 
 def test_the_published_preset_is_the_published_run():
-    config = config_from("images", read(presets("images")["published"]), "published")
+    config = config_from(images.EXPERIMENT, read(presets("images")["published"]), "published")
     assert config == Config(
         seed=42, seeds=1, epochs=15, batch=8, optimizer="sgd", lr=0.01, momentum=0.0, weight_decay=0.0, patience=None,
         weights="last", dropout=0.7, published_test=True,
@@ -184,7 +184,7 @@ def test_train_makes_a_series_with_pictures_and_a_summary(small, tmp_path, capfd
     assert summary["test"]["accuracy"]["values"] == values
     assert summary["test"]["accuracy"]["mean"] == pytest.approx(np.mean(values))
     for run in runs:
-        predictions = Predictions.of(run)
+        predictions = Predictions.of(run.folder)
         assert np.mean(predictions.right) == pytest.approx(run.result()["test"]["accuracy"])
         assert b"<svg" in (run.folder / "confusion.svg").read_bytes()
     assert b"<svg" in (folder / "curves.svg").read_bytes()
@@ -267,7 +267,7 @@ def test_compare_says_whether_a_difference_is_larger_than_chance(small, tmp_path
     found = re.search(r"pool minus stride: accuracy ([+-][\d.]+) \+- ([\d.]+): (.*)", shown)
     mean, half = float(found[1]), float(found[2])
     assert found[3] == ("larger than chance" if abs(mean) > half else "not larger than chance")
-    right = np.array([[Predictions.of(Run(out / how / f"seed-{seed}")).right for seed in range(3)]
+    right = np.array([[Predictions.of(out / how / f"seed-{seed}").right for seed in range(3)]
                       for how in ("pool", "stride")])  # fmt: skip
     means = right.mean((1, 2))
     assert mean == pytest.approx(means[0] - means[1], abs=1e-4)

@@ -20,8 +20,8 @@ from subquad_lab.figures.similarity import damerau, error_rate
 from subquad_lab.models import parameters
 from subquad_lab.models.speech import Speech, sinusoids, spell
 from subquad_lab.options.fields import config_from, presets, read
-from subquad_lab.training.config import Progress, rate
 from subquad_lab.training.run import RESULT, Run
+from subquad_lab.training.schedule import Progress, rate
 
 METHODS = ["exact", "taylor:2", "random:16", "linear:elu", "separable"]
 DECODERS = ["lstm", "attention"]
@@ -292,13 +292,13 @@ def test_the_published_preset_is_what_was_published():
         clip=None, weights="last", resample=False, dropout=0.0, smoothing=0.1, characters=97, frames=2754, masks=False,
         width=200, heads=2, blocks=2, method="exact",
     )  # fmt: skip
-    config = config_from("speech", read(presets("speech")["published"]), "published")
+    config = config_from(speech.EXPERIMENT, read(presets("speech")["published"]), "published")
     assert {name: getattr(config, name) for name in wanted} == wanted
 
 
 def test_the_published_set_up_pads_all_and_hides_nothing(digits):
     published = read(presets("speech")["published"])
-    config = config_from("speech", published | SMALL | {"data": digits, "clips": 36, "batch": 4}, "published")
+    config = config_from(speech.EXPERIMENT, published | SMALL | {"data": digits, "clips": 36, "batch": 4}, "published")
     task = speech.build(config)
     frames, lengths, tokens = task.batch(0, 0)
     assert frames.shape == (4, 2754, 80)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from subquad_lab import UsageError
-from subquad_lab.experiments import EXPERIMENTS, experiment
+from subquad_lab.experiments import EXPERIMENTS
 from subquad_lab.options.fields import config_from, presets, read, split_off
 
 
@@ -16,13 +16,13 @@ def test_every_shipped_config_fits_the_code(name):
     assert {"sound", "published"} <= found.keys()
     for path in found.values():
         values = read(path)
-        config = config_from(name, values, path)
+        config = config_from(EXPERIMENTS[name], values, path)
         assert {key: asdict(config)[key] for key in values} == values
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_the_sound_preset_is_the_default(name):
-    assert config_from(name, read(presets(name)["sound"]), "sound") == experiment(name).Config()
+    assert config_from(EXPERIMENTS[name], read(presets(name)["sound"]), "sound") == EXPERIMENTS[name].config()
 
 
 HOSTILE = '!!python/object/apply:os.system ["touch executed"]'

@@ -9,8 +9,9 @@ import pytest
 
 from small_runs import read_config
 from subquad_lab.cli import main
-from subquad_lab.experiments import EXPERIMENTS, experiment
-from subquad_lab.options.fields import config_of, given_fields
+from subquad_lab.experiments import EXPERIMENTS, language
+from subquad_lab.experiments.stored import experiment_of
+from subquad_lab.options.fields import given_fields
 from subquad_lab.training.run import Run
 
 
@@ -28,7 +29,7 @@ def test_train_leaves_a_whole_record(options, tmp_path, capfd):
     assert len(about["data"]["sha256"]) == 64
     assert about["parameters"]["total"] > 0
     assert {"torch", "python", "subquad"} < about["versions"].keys()
-    assert config_of(Run(folder)) == ("language", experiment("language").Config(**read_config(folder)))
+    assert experiment_of(Run(folder)) == (language.EXPERIMENT, language.Config(**read_config(folder)))
     assert read_config(folder)["seed"] == 3
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3, 4]
@@ -54,7 +55,7 @@ def test_another_seed_is_another_run(trained, options):
 def test_options_go_before_the_config_and_a_config_before_a_preset(tmp_path):
     file = tmp_path / "c.yaml"
     file.write_text("lr: 0.5\nwidth: 64\n")
-    found = given_fields("language", ["train", "language", "--preset=published", "--config", str(file)])
+    found = given_fields(language.EXPERIMENT, ["train", "language", "--preset=published", "--config", str(file)])
     assert (found["lr"], found["width"], found["batch"]) == (0.5, 64, 128)
 
 
@@ -166,6 +167,6 @@ def test_help_of_every_field_comes_from_the_config(name, capfd):
         main(["train", name, "--help"])
     assert end.value.code == 0
     text = " ".join(capfd.readouterr().out.split())
-    for field in fields(experiment(name).Config):
+    for field in fields(EXPERIMENTS[name].config):
         option = field.name.replace("_", "-")
         assert re.search(rf"--{option} (\{{\S+\}}|[A-Z_]+|\[\S+\]) \w+", text), option

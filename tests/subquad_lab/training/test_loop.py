@@ -6,16 +6,18 @@ import re
 import pytest
 import torch
 
-from small_runs import MODELS, tiny
+from small_runs import MODELS, resume, start, tiny
 from subquad_lab import RunError, UsageError
 from subquad_lab.experiments import language
-from subquad_lab.training import checkpoint, lifecycle
-from subquad_lab.training.config import Progress, Training, rate
+from subquad_lab.experiments.stored import trained
+from subquad_lab.training import checkpoint
+from subquad_lab.training.config import Training
 from subquad_lab.training.run import Run
+from subquad_lab.training.schedule import Progress, rate
 
 
 def test_minutes_end_a_run(text, tmp_path):
-    _, result = lifecycle.start("language", tiny(text, steps=100_000, minutes=0.02, evaluate_every=1000), tmp_path)
+    _, result = start(tiny(text, steps=100_000, minutes=0.02, evaluate_every=1000), tmp_path)
     assert 1.2 <= result["seconds"] < 5
     assert result["steps"] < 100_000
 
@@ -39,8 +41,8 @@ def test_evaluation_changes_nothing(name, text):
 
 def test_the_number_of_evaluations_does_not_change_the_training(text, tmp_path):
     """Neither parameters nor random numbers are touched."""
-    often, _ = lifecycle.start("language", tiny(text, evaluate_every=1), tmp_path)
-    seldom, _ = lifecycle.start("language", tiny(text, evaluate_every=30), tmp_path)
+    often, _ = start(tiny(text, evaluate_every=1), tmp_path)
+    seldom, _ = start(tiny(text, evaluate_every=30), tmp_path)
     losses = [[line["loss"] for line in run.metrics() if "loss" in line] for run in (often, seldom)]
     assert len(losses[0]) == 30
     assert losses[0] == losses[1]
@@ -48,14 +50,14 @@ def test_the_number_of_evaluations_does_not_change_the_training(text, tmp_path):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_an_accumulated_step_is_the_step(name, text, tmp_path):
-    whole, _ = lifecycle.start("language", tiny(text, name, dropout=0.0, steps=8), tmp_path)
-    parts, _ = lifecycle.start("language", tiny(text, name, dropout=0.0, steps=8, accumulate=4), tmp_path)
+    whole, _ = start(tiny(text, name, dropout=0.0, steps=8), tmp_path)
+    parts, _ = start(tiny(text, name, dropout=0.0, steps=8, accumulate=4), tmp_path)
     for one, other in zip(whole.metrics(), parts.metrics(), strict=True):
         assert other == pytest.approx(one, rel=1e-5)
 
 
 def test_training_learns(text, tmp_path):
-    _, result = lifecycle.start("language", tiny(text, "lstm", steps=300, dropout=0.0, evaluate_every=100), tmp_path)
+    _, result = start(tiny(text, "lstm", steps=300, dropout=0.0, evaluate_every=100), tmp_path)
     assert result["test"]["perplexity"] < 8  # 20 words; the best possible is about 4.4
     assert result["test"]["perplexity"] == pytest.approx(math.exp(result["test"]["cross_entropy"]))
 
@@ -64,13 +66,13 @@ def test_early_stopping_keeps_the_best_weights(text, tmp_path):
     config = tiny(
         text, "lstm", steps=400, lr=1.0, clip=None, patience=2, evaluate_every=5, schedule="constant", warmup=0
     )
-    run, result = lifecycle.start("language", config, tmp_path)
+    run, result = start(config, tmp_path)
     values = [(line["valid/perplexity"], line["step"]) for line in run.metrics() if "valid/perplexity" in line]
     best = min(values)
     assert result["weights_of_step"] == best[1]
     assert result["valid"]["perplexity"] == best[0]
     assert result["steps"] == best[1] + 10 < 400
-    assert lifecycle.evaluate(run.folder, "valid")["perplexity"] == best[0]
+    assert trained(run.folder)[1].evaluate("valid", lambda: None)["perplexity"] == best[0]
 
 
 def test_a_loss_that_is_not_finite_stops_before_the_update(text, tmp_path, monkeypatch):
@@ -85,12 +87,12 @@ def test_a_loss_that_is_not_finite_stops_before_the_update(text, tmp_path, monke
 
     monkeypatch.setattr(language.Language, "loss", broken)
     with pytest.raises(RunError, match=r"step 10: the loss is nan, .* nothing was updated"):
-        lifecycle.start("language", config, tmp_path, "nan")
+        start(config, tmp_path, "nan")
     found = checkpoint.newest(Run(tmp_path / "nan").checkpoints)
     assert found.state["progress"]["step"] == 9
     assert all(tensor.isfinite().all() for tensor in found.tensors.values() if tensor.is_floating_point())
     monkeypatch.setattr(language.Language, "loss", loss)
-    _, result = lifecycle.resume(tmp_path / "nan")
+    _, result = resume(tmp_path / "nan")
     assert result["steps"] == 30
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from small_runs import write_digits, write_pictures
-from subquad_lab.options.fields import config_of
+from subquad_lab.experiments.stored import experiment_of
 from subquad_lab.training import checkpoint
 from subquad_lab.training.run import METRICS, Run
 
@@ -64,7 +64,7 @@ def test_two_processes_make_the_steps_of_one(text, tmp_path):
     for name, launcher in (("two", [sys.executable]), ("one", torchrun())):
         run = Run.open(tmp_path / name / "language-001")
         (run.folder / "result.json").unlink()
-        _, config = config_of(run)
+        _, config = experiment_of(run)
         (run.folder / "config.yaml").write_text(
             (run.folder / "config.yaml").read_text().replace("steps: 50", "steps: 60")
         )
@@ -72,7 +72,7 @@ def test_two_processes_make_the_steps_of_one(text, tmp_path):
                               capture_output=True, text=True, env=environment())  # fmt: skip
         assert done.returncode == 0, done.stderr
         assert max(line["step"] for line in run.metrics()) == 60
-        assert replace(config, steps=60) == config_of(run)[1]
+        assert replace(config, steps=60) == experiment_of(run)[1]
     one, two = ([line for line in Run.open(tmp_path / name / "language-001").metrics() if line["step"] > 50]
                 for name in ("one", "two"))  # fmt: skip
     for line, other in zip(one, two, strict=True):
