@@ -29,6 +29,7 @@ def demo(out: str = "demo") -> None:
 
 
 def plan(
+    *,
     length: int | None = None,
     heads: int | None = None,
     head_dim: int | None = None,

@@ -12,7 +12,8 @@ from rich.live import Live
 from subquad_lab import RunError, UsageError
 from subquad_lab.figures.tables import Table
 from subquad_lab.system.files import write_whole
-from subquad_lab.theory import SUBJECTS, Check, Claim, Finding, Setting, all_claims, shown
+from subquad_lab.theory import SUBJECTS, all_claims
+from subquad_lab.theory.claims import Check, Claim, Finding, Setting, shown
 
 COLUMNS = ("", "claim", "figure", "the mistake's", "verdict", "s")
 

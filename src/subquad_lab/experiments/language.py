@@ -173,7 +173,8 @@ class Language:
             count = min(count, self.config.context - len(numbers))
         generator = torch.Generator().manual_seed(seed)
         self.model.eval()
-        said = generate(self.model, numbers, count, temperature, top_k, top_p, generator, place[END], place[UNKNOWN])
+        said = generate(self.model, numbers, count, temperature=temperature, top_k=top_k, top_p=top_p,
+                        generator=generator, end=place[END], banned=place[UNKNOWN])  # fmt: skip
         return self.corpus.text([*numbers, *said]).removesuffix(END).strip()
 
 

@@ -159,7 +159,7 @@ def rotate(x: Tensor, places: Tensor) -> Tensor:
 
 @torch.no_grad()
 def generate(
-    model: nn.Module, prompt: list[int], count: int, temperature: float = 1.0, top_k: int | None = None,
+    model: nn.Module, prompt: list[int], count: int, *, temperature: float = 1.0, top_k: int | None = None,
     top_p: float | None = None, generator: torch.Generator | None = None, end: int | None = None,
     banned: int | None = None,
 ) -> list[int]:  # fmt: skip

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from subquad_lab import UsageError
-from subquad_lab.theory import figure as figure_of
+from subquad_lab.theory.claims import figure as figure_of
 
 
 def claims(path: Path) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ from subquad_lab.figures.plots import axes_of, svg
 from subquad_lab.models import parameters
 from subquad_lab.models.graphs import Normalisation, propagation
 from subquad_lab.models.images import ConvNet, Downsample
-from subquad_lab.theory import Finding, Setting, at_least, at_most, claim, equal
+from subquad_lab.theory.claims import Finding, Setting, at_least, at_most, claim, equal
 from subquad_lab.theory.inputs import distance, farthest, normal
 
 CLASSES = 4

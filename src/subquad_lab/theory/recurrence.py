@@ -16,7 +16,7 @@ from subquad_lab.experiments.language import STREAMS, Config, Language
 from subquad_lab.figures.plots import axes_of, svg
 from subquad_lab.models.language import SigmoidRNN
 from subquad_lab.models.recurrences import Activation, after_activation, alternating_sum, before_activation
-from subquad_lab.theory import Finding, Setting, at_least, at_most, claim, equal, small
+from subquad_lab.theory.claims import Finding, Setting, at_least, at_most, claim, equal, small
 from subquad_lab.theory.inputs import ROUNDING, distance, normal
 
 ACTIVATIONS: dict[str, Activation] = {

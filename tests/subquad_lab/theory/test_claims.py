@@ -17,24 +17,9 @@ from subquad._engines.features import forms
 from subquad_lab.cli import main
 from subquad_lab.experiments import language
 from subquad_lab.models import images
-from subquad_lab.theory import (
-    CLAIMS,
-    SUBJECTS,
-    Check,
-    Finding,
-    Setting,
-    all_claims,
-    at_least,
-    at_most,
-    claim,
-    equal,
-    networks,
-    optimizers,
-    recurrence,
-    shown,
-    small,
-)  # fmt: skip
+from subquad_lab.theory import SUBJECTS, all_claims, networks, optimizers, recurrence
 from subquad_lab.theory.attention import costs, features, kernels
+from subquad_lab.theory.claims import CLAIMS, Check, Finding, Setting, at_least, at_most, claim, equal, shown, small
 from subquad_lab.theory.counting import attention, counted, misfit
 
 ROOT = Path(__file__).parents[3]

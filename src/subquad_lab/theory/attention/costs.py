@@ -14,7 +14,7 @@ from torch import Tensor
 import subquad
 from subquad import Exact
 from subquad_lab.models import parameters
-from subquad_lab.theory import Finding, Setting, at_least, at_most, claim, equal, small
+from subquad_lab.theory.claims import Finding, Setting, at_least, at_most, claim, equal, small
 from subquad_lab.theory.counting import Term, attention, counted, exact_in_plain_operations, misfit, written
 from subquad_lab.theory.inputs import normal
 

@@ -18,7 +18,7 @@ from torch import Tensor
 import subquad
 from subquad import Exact, RandomFeatures, Taylor
 from subquad_lab.figures.plots import axes_of, svg
-from subquad_lab.theory import Finding, Setting, at_least, at_most, claim, equal, small
+from subquad_lab.theory.claims import Finding, Setting, at_least, at_most, claim, equal, small
 from subquad_lab.theory.counting import ORDERS, Term, attention, counted, misfit, written
 from subquad_lab.theory.inputs import ROUNDING, distance, farthest, normal
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import subquad
 from subquad import Exact, Linear, Separable
-from subquad_lab.theory import Check, Finding, Setting, at_least, at_most, claim, equal, small
+from subquad_lab.theory.claims import Check, Finding, Setting, at_least, at_most, claim, equal, small
 from subquad_lab.theory.counting import ORDERS, Term, attention, counted, misfit, written
 from subquad_lab.theory.inputs import ROUNDING, distance, farthest, normal
 
