@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args, get_type_hints
 
 from subquad_lab import Diverged, UsageError
 from subquad_lab.figures.plots import compared
@@ -44,7 +44,8 @@ class Search:
 
     def config_with(self, values: dict[str, Any], source: object) -> Training:
         """The config of a trial."""
-        return with_values(self.experiment, self.config, values, source)
+        made: Training = with_values(self.experiment, self.config, values, source)
+        return made
 
 
 def run(experiment: Experiment[Any], config: Training, out: Path, trials: int, grid: Values, span: Values) -> None:
@@ -191,7 +192,7 @@ def show(study: "Study", search: Search) -> None:
     measure = experiment.measure
     done = study.get_trials(states=(TrialState.COMPLETE,))
     lines: dict[str, list[Run]] = {}
-    for trial in sorted(done, key=lambda trial: trial.value, reverse=experiment.higher_is_better):
+    for trial in sorted(done, key=lambda trial: cast(float, trial.value), reverse=experiment.higher_is_better):
         folder = folder_of(trial.number)
         values = ", ".join(f"{field} {value}" for field, value in trial.params.items())
         made = finished(out / folder, search.config_with(trial.params, folder))

@@ -150,7 +150,7 @@ def _checksum_of(parts: dict[str, Part]) -> str:
     for part in parts.values():
         made.update(json.dumps(part.texts).encode())
         for tensor in (part.ends, part.frames):
-            made.update(memoryview(tensor.contiguous().numpy()).cast("B") if tensor.numel() else b"")
+            made.update(tensor.contiguous().numpy().data.cast("B") if tensor.numel() else b"")
     return made.hexdigest()
 
 

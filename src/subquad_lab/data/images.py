@@ -201,7 +201,7 @@ def _pictures(name: str, parts: dict[str, Part], where: object) -> Pictures:
     for part in PARTS:
         for tensor in parts[part]:
             digest.update(str(tuple(tensor.shape)).encode())
-            digest.update(tensor.contiguous().numpy())  # type: ignore[arg-type] it is a buffer
+            digest.update(tensor.contiguous().numpy().data)
     return Pictures(name, digest.hexdigest(), names if len(names) == count else [str(i) for i in range(count)], **parts)
 
 

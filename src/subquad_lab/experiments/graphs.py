@@ -94,7 +94,8 @@ def make_model(config: Config, graph: Graph, classes: int) -> GraphNet:
         method = parse_method(config.method) if config.mixer != "neighbours" else None
         layers = (Attention(inward, width, width, config.heads, mask, method),
                   Attention(width, classes, width, config.heads, mask, method))  # fmt: skip
-    return GraphNet(*layers, config.dropout, graph.features)
+    first, second = layers
+    return GraphNet(first, second, config.dropout, graph.features)
 
 
 def neighbours(graph: Graph, heads: int) -> Tensor:
@@ -146,7 +147,8 @@ class Graphs:
 
     @torch.no_grad()
     def log_probabilities(self) -> Tensor:
-        return self.model(self.features.to(next(self.model.parameters()).device)).cpu()
+        found: Tensor = self.model(self.features.to(next(self.model.parameters()).device)).cpu()
+        return found
 
     @torch.no_grad()
     def records(self) -> dict[str, Any]:

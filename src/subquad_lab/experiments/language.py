@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from subquad_lab import UsageError
 from subquad_lab.data.text import END, UNKNOWN, Corpus, load_text
 from subquad_lab.models import parameters, refuse_too_large
-from subquad_lab.models.language import LSTM, SigmoidRNN, Transformer, generate
+from subquad_lab.models.language import LSTM, Model, SigmoidRNN, Transformer, generate
 from subquad_lab.options.methods import parse_method, refuse_many_features
 from subquad_lab.training.config import Training
 from subquad_lab.training.experiment import Carry, Experiment, PartName, Rows
@@ -83,7 +83,7 @@ class Config(Training):
             refuse_many_features(self.method, self.width // self.heads)
 
 
-def make_model(config: Config, words: int) -> nn.Module:
+def make_model(config: Config, words: int) -> Model:
     match config.model:
         case "rnn":
             return SigmoidRNN(words, config.embedding, config.width, config.dropout, config.tied)

@@ -69,6 +69,7 @@ class Predictions:
                 type(number) is int and 0 <= number < len(classes) for number in numbers
             ):
                 raise UsageError(f"{path}: expected numbers of classes from 0 to below {len(classes)}")
+        assert isinstance(wanted, list) and isinstance(found, list)
         if not wanted or len(wanted) != len(found):
             raise UsageError(f"{path}: expected as many predictions as examples, found {len(found)}, {len(wanted)}")
         return cls(classes, wanted, found)

@@ -113,13 +113,14 @@ def smoothed(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[f
     return [group[-1][0] for group in groups], [sum(y for _, y in group) / len(group) for group in groups]
 
 
-def axes_of(count: int, square: bool = False) -> tuple[Any, Iterable[Any]]:
+def axes_of(count: int, square: bool = False) -> tuple[Any, Sequence[Any]]:
     """A figure, and that many pairs of axes side by side."""
     from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    figure = Figure(figsize=(5.5 * count, 5.0 if square else 3.6), layout="constrained")
-    figure.get_layout_engine().set(w_pad=0.1, h_pad=0.1)  # inches; with less the outermost letters are cut
-    axes = figure.subplots(1, count, squeeze=False)[0]
+    figure = Figure(figsize=(5.5 * count, 5.0 if square else 3.6))
+    figure.set_layout_engine(ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1))  # inches; with less letters are cut
+    axes = list(figure.subplots(1, count, squeeze=False)[0])
     for each in axes:
         each.grid(alpha=0.3)
     return figure, axes

@@ -40,7 +40,8 @@ def load(path: str) -> tuple[Any, Any]:
         raise UsageError(f"--model: there is no folder {path!r}")
     if file.is_file() and file.suffix != ".gguf":
         raise UsageError(f"--model: expected a folder that transformers saved, or a .gguf file, found {path!r}")
-    folder, named = (file.parent, {"gguf_file": file.name}) if file.is_file() else (file, {})
+    folder = file.parent if file.is_file() else file
+    named: dict[str, Any] = {"gguf_file": file.name} if file.is_file() else {}
     os.environ["HF_HUB_OFFLINE"] = "1"  # It is read when transformers is imported.
     try:
         from transformers import AutoConfig, AutoModel, AutoTokenizer
@@ -50,7 +51,7 @@ def load(path: str) -> tuple[Any, Any]:
         raise UsageError(f"--model: {error.name} is missing; pip install 'subquad[pretrained]' brings it") from error
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    named |= dict(local_files_only=True, trust_remote_code=False)
+    named = {**named, "local_files_only": True, "trust_remote_code": False}
     try:
         config = AutoConfig.from_pretrained(folder, **named)
         known = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES | modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
@@ -94,7 +95,7 @@ def read(path: str, model: Any, tokenizer: Any, count: int | None) -> Tensor:
         raise UsageError(f"--text: {path} cannot be read: {reason}") from error
     most = min(reach, MOST) if count is None else count
     # Far more letters than so many tokens have: the rest of a long text need not be cut into tokens.
-    tokens = tokenizer(text[: 32 * most], truncation=True, max_length=most, return_tensors="pt").input_ids
+    tokens: Tensor = tokenizer(text[: 32 * most], truncation=True, max_length=most, return_tensors="pt").input_ids
     least = FEWEST if count is None else count
     if tokens.shape[1] < least:
         raise UsageError(f"--text: expected at least {least:,} tokens, found {tokens.shape[1]:,} in {path}")

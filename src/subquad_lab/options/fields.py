@@ -131,7 +131,8 @@ def typed(experiment: Configured[Any], values: dict[str, Any], source: object) -
         if key not in known:
             raise UsageError(f"{source}: {key!r} is no field of {experiment.name}; expected some of {', '.join(known)}")
     try:
-        return parser.parse_object(values).as_dict()
+        found: dict[str, Any] = parser.parse_object(values).as_dict()
+        return found
     except ArgumentError as error:
         raise UsageError(f"{source}: {wrong_value(error).removeprefix('--')}") from error
 

@@ -125,7 +125,8 @@ def with_config(given: dict[str, Any], experiment: Configured[Any] | None) -> di
     """The experiment itself, and its fields as its config."""
     if experiment is None:
         return given | {"config": None, "out": ""}
-    rest, kind = given.pop(experiment.name), experiment.config
+    rest: dict[str, Any] = given.pop(experiment.name)
+    kind = experiment.config
     config = kind(**{field.name: rest.pop(field.name) for field in fields(kind)})
     del rest["config"], rest["preset"]
     return given | rest | {"experiment": experiment, "config": config}

@@ -73,12 +73,13 @@ class Claim:
 
 
 CLAIMS: dict[int, Claim] = {}
+Checked = Callable[[Setting], Finding]
 
 
-def claim(number: int, statement: str, formula: str, mistake: str | None = None) -> Callable[..., Callable]:
+def claim(number: int, statement: str, formula: str, mistake: str | None = None) -> Callable[[Checked], Checked]:
     """Enter a check into the list of claims, under the subject of its file or folder."""
 
-    def entered(check: Callable[[Setting], Finding]) -> Callable[[Setting], Finding]:
+    def entered(check: Checked) -> Checked:
         subject = check.__module__.removeprefix(f"{__package__}.").partition(".")[0]
         if number in CLAIMS:
             raise ValueError(f"number: {number} is that of another claim")

@@ -30,9 +30,9 @@ def exact_in_plain_operations() -> AbstractContextManager[None]:
     return sdpa_kernel(SDPBackend.MATH)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, method: Any, order: Order = "linear") -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, *, method: Any, order: Order = "linear") -> Tensor:
     """`subquad.attention` of (L, D) without scaling, in plain operations; `Exact` has one order, whichever is named."""
-    form = {"linear": "linear", "quadratic": "dense"}[order]
+    form: Literal["linear", "dense"] = "linear" if order == "linear" else "dense"
     with exact_in_plain_operations():
         return attention_in_form(*(x[None, None] for x in (q, k, v)), method=method, form=form, scale=1.0)[0, 0]
 
@@ -41,7 +41,7 @@ class Held(TorchDispatchMode):
     """Follows the memory of all tensors that are made: `peak` bytes at most; and counts `exponentials`."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.held = self.peak = self.exponentials = 0
         self.known: set[int] = set()
 

@@ -35,7 +35,7 @@ def places_left(network: ConvNet, side: int) -> int:
     """By a picture of this side that is sent through the convolutions."""
     with torch.no_grad():
         seen = network.halve(network.second(network.halve(network.first(torch.zeros(1, 1, side, side)))))
-    return seen.shape[-2] * seen.shape[-1]
+    return int(seen.shape[-2] * seen.shape[-1])
 
 
 AT_28 = layers(6 * 6)

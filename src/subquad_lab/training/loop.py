@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch import Tensor
 
 from subquad_lab import Diverged, UsageError
@@ -90,9 +91,9 @@ class Trainer:
         for i, (piece, carry) in enumerate(pieces):
             last = i + 1 == accumulate
             with nullcontext() if last else self.accelerator.no_sync(self.model):
-                loss, carried = self.task.loss(self.model, tuple(piece.values()), carry)
-                self.accelerator.backward(loss / accumulate)
-            losses.append(loss.detach())
+                mean, carried = self.task.loss(self.model, tuple(piece.values()), carry)
+                self.accelerator.backward(mean / accumulate)
+            losses.append(mean.detach())
             carries.append(carried)
         loss = float(self.accelerator.reduce(torch.stack(losses).mean(), "mean"))
         norm = self._clip()
@@ -257,9 +258,8 @@ class Trainer:
     def _gathered(self, entry: dict[str, Any]) -> list[dict[str, Any]]:
         if self.world == 1:
             return [entry]
-        from accelerate.utils import gather_object
-
-        return gather_object([entry])
+        gathered: list[dict[str, Any]] = gather_object([entry])
+        return gathered
 
 
 def _cut(rows: dict[Any, Tensor], parts: int) -> list[dict[Any, Tensor]]:

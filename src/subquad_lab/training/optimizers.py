@@ -51,7 +51,7 @@ class SGD(Optimizer):
         super().__init__(parameters, dict(lr=lr, momentum=momentum, past=past, decay=decay, decoupled=decoupled))
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = _evaluated(closure)
         for group, x, gradient, state in _each(self):
             a = group["momentum"]
@@ -74,7 +74,7 @@ class Adam(Optimizer):
         super().__init__(parameters, dict(lr=lr, betas=betas, epsilon=epsilon, decay=decay, decoupled=decoupled))
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = _evaluated(closure)
         for group, x, gradient, state in _each(self):
             if not state:

@@ -60,7 +60,7 @@ def unpack_optimizer(optimizer: torch.optim.Optimizer, tensors: Named, numbers: 
 def random_numbers() -> tuple[Tensor, dict[str, Any]]:
     """Of this process: torch's generator, and those of Python and numpy."""
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # noqa: NPY002
-    numpy_state = [name, keys.tolist(), position, has_gauss, cached]
+    numpy_state = [name, np.asarray(keys).tolist(), position, has_gauss, cached]
     version, numbers, gauss = random.getstate()
     return torch.get_rng_state(), {"python": [version, list(numbers), gauss], "numpy": numpy_state}
 

@@ -220,7 +220,7 @@ def test_a_prompt_is_told_what_is_wrong_with_it(text):
     [
         (dict(width=10, heads=4), "heads: expected a number that divides the width of 10, found 4"),
         (dict(dropout=1.0), "dropout: expected a number from 0 to below 1, found 1.0"),
-        (dict(method="nope"), "--method: 'nope' is unknown"),
+        (dict(method="nope"), "--method: expected one of .*, got 'nope'"),
         (dict(context=0), "context: expected a whole number >= 1, found 0"),
     ],
 )

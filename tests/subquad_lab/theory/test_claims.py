@@ -225,11 +225,11 @@ def test_counts_are_those_of_what_torch_did():
 def test_attention_is_counted_in_operations_that_torch_counts():
     q, k, v = torch.randn(3, 40, 8, dtype=torch.float64)
     wanted = (q @ k.mT).softmax(-1) @ v
-    exact = counted(lambda: attention(q, k, v, costs.Exact()))
+    exact = counted(lambda: attention(q, k, v, method=costs.Exact()))
     assert torch.allclose(exact.result, wanted)
     assert (exact.flops, exact.exponentials) == (4 * 40**2 * 8, 40**2)
     works = [
-        counted(lambda order=order: attention(q, k, v, Linear("identity"), order)).flops
+        counted(lambda order=order: attention(q, k, v, method=Linear("identity"), order=order)).flops
         for order in ("linear", "quadratic")
     ]
     assert works == [4 * 40 * 8**2 + 4 * 40 * 8, 4 * 40**2 * 8 + 2 * 40**2]
