@@ -16,6 +16,7 @@ def processes() -> PartialState:
 
 def agreed(value: Any) -> Any:
     """What the main process says, in all processes."""
+    processes()  # Before accelerate sets itself up without gloo.
     said = [value]
     broadcast_object_list(said)
     return said[0]

@@ -146,7 +146,7 @@ def test_small_logits_can_be_approximated_and_large_ones_only_by_blocks(kind, tm
     out, _ = capfd.readouterr()
     assert "0 of 2 layers" in out
     assert "Keep exact attention." in out
-    assert [line.split()[0] for line in out.splitlines() if re.match(r"\d+\.\d", line)] == [
+    assert [line.split()[0] for line in out.splitlines() if re.match(r" *\d+\.\d", line)] == [
         f"{layer}.{head}" for layer in range(2) for head in range(4)
     ]
 

@@ -424,6 +424,6 @@ def test_maps_of_long_texts_have_words_beside_them():
 
 
 def test_maps_have_a_scale_and_names_for_their_axes(speech_run):
-    picture = speech.looks_picture(Run(speech_run)).decode()
+    picture = speech.looks_picture(Run(speech_run), Config()).decode()
     for label in ("what is spelled", "seconds", "weight, colours by its square root"):
         assert f"<!-- {label} -->" in picture
