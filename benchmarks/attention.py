@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import subquad
-from subquad_lab.measure import Request, call, in_turn, memory_and_error, normal_inputs
-from subquad_lab.methods import parse_method
+from subquad_lab.options.methods import parse_method
+from subquad_lab.system.timing import Request, call, in_turn, memory_and_error, normal_inputs
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 

@@ -20,8 +20,8 @@ import torch
 from results import FOLDER, machine
 
 from subquad import attention, cost
-from subquad_lab.measure import peak_bytes
-from subquad_lab.methods import parse_method
+from subquad_lab.options.methods import parse_method
+from subquad_lab.system.timing import peak_bytes
 
 LIMIT = 0.15
 RETURNED = {"MALLOC_MMAP_THRESHOLD_": "65536"}  # bytes from which on a block is the system's, not the heap's

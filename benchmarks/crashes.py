@@ -22,10 +22,10 @@ from results import machine, today, write_page
 from rich.progress import track
 from torch import Tensor
 
-from subquad_lab import checkpoint, runs
-from subquad_lab.experiments.language import Config
-from subquad_lab.records import METRICS, Run
-from subquad_lab.snapshot import unpack
+from subquad_lab.experiments.language import EXPERIMENT, Config
+from subquad_lab.training import checkpoint, seeds
+from subquad_lab.training.run import METRICS, Run
+from subquad_lab.training.snapshot import unpack
 
 LONGEST = 1.0  # seconds before a kill
 STEPS = 60  # of the run, for each kill
@@ -55,8 +55,7 @@ def killed_after(seconds: float, root: Path, config: Config) -> None:
 
 
 def train(root: Path, config: Config) -> Run:
-    made = (root / "killed" / "run.json").is_file()
-    return (runs.resume(root / "killed") if made else runs.start("language", config, root, "killed"))[0]
+    return seeds.train(EXPERIMENT, config, root / "killed").runs[0]
 
 
 def main() -> None:
@@ -70,7 +69,7 @@ def main() -> None:
         write_text(root / "text")
         sizes = dict(model="lstm", embedding=16, width=16, layers=1, context=5, batch=4)
         config = Config(data=str(root / "text"), steps=STEPS * kills, evaluate_every=200, save_every=1, **sizes)
-        whole = runs.start("language", config, root, "whole")[0]
+        whole = seeds.train(EXPERIMENT, config, root / "whole").runs[0]
         found: Counter[str] = Counter()
         steps = [0]
         for _ in track(range(kills), "killing"):

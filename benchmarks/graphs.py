@@ -11,10 +11,10 @@ from pathlib import Path
 
 from results import FOLDER, machine, today, write_page
 
-from subquad_lab.compare import COLUMNS, cells, differences, verdicts
+from subquad_lab.commands.compare import COLUMNS, cells, differences, verdicts
 from subquad_lab.experiments import graphs
-from subquad_lab.plots import compared
-from subquad_lab.series import train
+from subquad_lab.figures.plots import compared
+from subquad_lab.training.seeds import train
 
 PICTURES = {"norms": "norms of the features after k propagations", "embedding": "hidden layer of the first seed"}
 
@@ -26,11 +26,11 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=10)
     options = parser.parse_args()
     configs = graphs.variants(graphs.Config(data=options.data, seeds=options.seeds))
-    done = {name: train("graphs", config, options.out, f"graphs-{name.replace(' ', '-')}")
+    done = {name: train(graphs.EXPERIMENT, config, options.out / f"graphs-{name.replace(' ', '-')}")
             for name, config in configs.items()}  # fmt: skip
-    first, *_ = done
+    (first, *_), measure = done, graphs.EXPERIMENT.measure
     data = done[first].runs[0].about()["data"]
-    rows = [cells(name, series, graphs.MEASURE, graphs.UNIT) for name, series in done.items()]
+    rows = [cells(name, series, graphs.EXPERIMENT) for name, series in done.items()]
     page = [
         f"# Graph networks on {data['name']}, {today()}",
         machine(),
@@ -40,10 +40,10 @@ def main() -> None:
         + "; ".join(f"published, {line['data']}: {line['what']} {line['figure']}" for line in graphs.PUBLISHED),
         f"![training loss and validation accuracy](graphs_{today()}.svg)",
         "\n".join(f"| {' | '.join(row)} |" for row in (COLUMNS, ("---",) * len(COLUMNS), *rows)),
-        "\n".join(f"- {line}" for line in verdicts(done, graphs.MEASURE, differences(done, graphs.MEASURE))),
+        "\n".join(f"- {line}" for line in verdicts(done, measure, differences(done, measure))),
     ]  # fmt: skip
     (FOLDER / f"graphs_{today()}.svg").write_bytes(
-        compared({name: series.runs for name, series in done.items()}, graphs.MEASURE)
+        compared({name: series.runs for name, series in done.items()}, graphs.EXPERIMENT)
     )
     for name, what in PICTURES.items():
         shutil.copyfile(done[first].runs[0].folder / f"{name}.svg", FOLDER / f"graphs_{name}_{today()}.svg")

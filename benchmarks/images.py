@@ -14,12 +14,12 @@ from typing import Any
 
 from results import FOLDER, machine, today, write_page
 
-from subquad_lab.compare import differences, verdicts
-from subquad_lab.configs import config_from, presets, read
+from subquad_lab.commands.compare import differences, verdicts
 from subquad_lab.experiments import images
-from subquad_lab.plots import compared
-from subquad_lab.records import ABOUT
-from subquad_lab.series import Series, train
+from subquad_lab.figures.plots import compared
+from subquad_lab.options.fields import config_from, presets, read
+from subquad_lab.training.run import ABOUT
+from subquad_lab.training.seeds import Series, train
 
 RATES = (0.1, 0.01, 0.001)
 SEEDS = 5
@@ -39,10 +39,11 @@ def line(name: str, series: Series) -> str:
 
 def rates(data: str, name: str, out: Path) -> tuple[list[str], list[Series]]:
     """The published recipe at each rate: a table, and a picture with a line for each."""
-    base = replace(config_from("images", read(presets("images")["published"]), "published"), data=data)
-    made = {f"rate {rate:g}": train("images", replace(base, lr=rate), out, f"{name}-lr-{rate:g}") for rate in RATES}
+    base = replace(config_from(images.EXPERIMENT, read(presets("images")["published"]), "published"), data=data)
+    made = {f"rate {rate:g}": train(images.EXPERIMENT, replace(base, lr=rate), out / f"{name}-lr-{rate:g}")
+            for rate in RATES}  # fmt: skip
     picture = f"images_{name}_{today()}.svg"
-    (FOLDER / picture).write_bytes(compared({rate: series.runs for rate, series in made.items()}, images.MEASURE))
+    (FOLDER / picture).write_bytes(compared({rate: series.runs for rate, series in made.items()}, images.EXPERIMENT))
     sizes = next(iter(made.values())).runs[0].about()["data"]["sizes"]
     page = [
         f"## {name}: the published recipe at three rates",
@@ -55,16 +56,17 @@ def rates(data: str, name: str, out: Path) -> tuple[list[str], list[Series]]:
 
 def downsampling(data: str, name: str, out: Path) -> tuple[list[str], list[Series]]:
     """Pool against stride, the sound recipe, five seeds."""
+    measure = images.EXPERIMENT.measure
     found = images.variants(images.Config(data=data, seeds=SEEDS))
-    made = {how: train("images", config, out, f"{name}-{how}") for how, config in found.items()}
+    made = {how: train(images.EXPERIMENT, config, out / f"{name}-{how}") for how, config in found.items()}
     picture = f"images_{name}_downsampling_{today()}.svg"
-    (FOLDER / picture).write_bytes(compared({how: series.runs for how, series in made.items()}, images.MEASURE))
+    (FOLDER / picture).write_bytes(compared({how: series.runs for how, series in made.items()}, images.EXPERIMENT))
     page = [
         f"## {name}: pooling against strides, {SEEDS} seeds",
         f"`subquad compare images --seeds {SEEDS}`: best validation weights, 95 % intervals over seeds.",
         f"![training loss and validation accuracy]({picture})",
         "\n".join([FIGURES.format("halved by"), RULE, *(line(how, series) for how, series in made.items())]),
-        "\n".join(f"- {line}" for line in verdicts(made, images.MEASURE, differences(made, images.MEASURE))),
+        "\n".join(f"- {line}" for line in verdicts(made, measure, differences(made, measure))),
     ]
     return page, list(made.values())
 

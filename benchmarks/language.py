@@ -14,13 +14,14 @@ from pathlib import Path
 import torch
 from results import FOLDER, machine, today, write_page
 
-from subquad_lab import runs, snapshot
-from subquad_lab.configs import config_from, presets, read
 from subquad_lab.experiments import language
 from subquad_lab.experiments.language import METHODS, Config
-from subquad_lab.measure import best_seconds
-from subquad_lab.plots import compared
-from subquad_lab.records import ABOUT, RESULT, Run
+from subquad_lab.experiments.stored import trained
+from subquad_lab.figures.plots import compared
+from subquad_lab.options.fields import config_from, presets, read
+from subquad_lab.system.timing import best_seconds
+from subquad_lab.training import seeds, snapshot
+from subquad_lab.training.run import ABOUT, RESULT, Run
 
 PROMPT, SENTENCES = "in palo alto", 5
 LONG = 4096  # words of context for the speed
@@ -33,7 +34,7 @@ PAGES = (
 
 
 def preset(name: str, data: str) -> Config:
-    config = config_from("language", read(presets("language")[name]), name)
+    config = config_from(language.EXPERIMENT, read(presets("language")[name]), name)
     assert isinstance(config, Config)
     return replace(config, data=data)
 
@@ -53,10 +54,7 @@ def planned(parts: list[str], data: str, seeds: int) -> dict[str, tuple[str, Con
 
 
 def train(name: str, config: Config, out: Path) -> None:
-    if (out / name / ABOUT).is_file():
-        runs.resume(out / name)
-    else:
-        runs.start("language", config, out, name)
+    seeds.train(language.EXPERIMENT, config, out / name)
 
 
 def line(name: str, options: str, run: Run) -> str:
@@ -107,10 +105,12 @@ def write(
         page.append("\n".join(["| method | training | reading |", "|---|---:|---:|", *rows]))
     if done:
         best = min(done, key=lambda run: results[run]["test"]["perplexity"])
-        task = runs.trained(done[best].folder)[1]
+        task = trained(done[best].folder)[1]
         page.append(f"## Sentences of {best}, temperature 1")
         page.append("\n".join(f"- {task.sample(PROMPT, 40, 1.0, None, None, seed)}" for seed in range(SENTENCES)))
-        (FOLDER / f"{name}_{today()}.svg").write_bytes(compared({run: [done[run]] for run in done}, "perplexity"))
+        (FOLDER / f"{name}_{today()}.svg").write_bytes(
+            compared({run: [done[run]] for run in done}, language.EXPERIMENT)
+        )
     write_page(name, "\n\n".join(page) + "\n", [{"run": run, **result} for run, result in results.items()])
 
 

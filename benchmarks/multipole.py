@@ -30,7 +30,7 @@ import subquad
 from subquad import Decoder, Multipole
 from subquad.planning.multipole_cost import met
 from subquad.planning.shape import Shape
-from subquad_lab.measure import in_turn
+from subquad_lab.system.timing import in_turn
 
 LAYERS, PIECE = (3, 11, 19), 8192
 LENGTHS, CURVE = (1024, 2048, 4096, 8192, 16_384, 32_768, 65_536), 4096  # tokens
@@ -101,7 +101,7 @@ def error(method: Multipole, inputs: Inputs) -> float:
 
 MEMORY = """
 import sys, torch, subquad
-from subquad_lab.measure import peak_bytes
+from subquad_lab.system.timing import peak_bytes
 q, k, v = (torch.randn(1, heads, int(sys.argv[1]), 64) for heads in (9, 3, 3))
 with torch.no_grad():
     print(peak_bytes(lambda: subquad.attention(q, k, v, is_causal=True, enable_gqa=True, method="multipole")))
@@ -164,7 +164,7 @@ def curve(layers: dict[int, Inputs]) -> list[Setting]:
 
 
 def drawn(settings: Sequence[Setting]) -> bytes:
-    from subquad_lab.plots import axes_of, svg
+    from subquad_lab.figures.plots import axes_of, svg
 
     figure, (axes,) = axes_of(1)
     axes.plot([x.share for x in settings], [x.error for x in settings], "o", color="0.6")

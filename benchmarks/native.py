@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from subquad import Decoder, Linear, RandomFeatures, Separable, Taylor, attention, native
-from subquad_lab.measure import in_turn
-from subquad_lab.plots import axes_of, svg
+from subquad_lab.figures.plots import axes_of, svg
+from subquad_lab.system.timing import in_turn
 
 # method, heads, length, width, value width, wanted share of the peak: forward, forward and backward
 SHARES = [

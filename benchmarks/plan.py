@@ -30,7 +30,7 @@ from subquad.planning.calibration import calibrate, fitted, grid, one_turn
 from subquad.planning.calibration_file import calibrate_into, file_of
 from subquad.planning.calibration_file import machine as machine_of
 from subquad.planning.seconds import Calibration
-from subquad_lab.measure import best_seconds
+from subquad_lab.system.timing import best_seconds
 
 WIDTHS, LENGTHS, RANGES = (16, 32, 64, 128), (256, 512, 1024, 2048, 4096, 8192), (0.1, 0.5, 1.5)
 METHODS = (Taylor(1), Taylor(2), RandomFeatures(64), RandomFeatures(256), Linear("elu"), Separable())

@@ -28,7 +28,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import subquad
 from subquad import Exact, Linear, Multipole, RandomFeatures, Separable, Taylor
-from subquad_lab.measure import peak_bytes
+from subquad_lab.system.timing import peak_bytes
 
 LENGTH, SHORT = 4096, 512  # tokens, and with --quick
 LAST, SINKS, BLOCK = 64, 4, 128  # keys of the window, keys at the beginning, and queries at a time

@@ -69,7 +69,7 @@ def draw(points: Sequence[CurvePoint]) -> bytes:
     """Return an SVG: increase of perplexity on the left, recall of repeated text on the right."""
     from matplotlib.ticker import PercentFormatter
 
-    from subquad_lab.plots import axes_of, svg
+    from subquad_lab.figures.plots import axes_of, svg
 
     figure, (left, right) = axes_of(2)
     shares = [point.share for point in points]

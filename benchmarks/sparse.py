@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from subquad import BlockSparse, Decoder, Window, attention, native
-from subquad_lab.measure import in_turn
+from subquad_lab.system.timing import in_turn
 
 HEADS, WIDTH = 8, 64
 LENGTHS, SIZES = (1024, 4096, 16_384, 65_536), (256, 1024)
@@ -61,7 +61,7 @@ PEAK_FLOPS = 5 * 2 * 1024**3
 MEMORY = """
 import sys, torch
 from subquad import Window, attention
-from subquad_lab.measure import peak_bytes
+from subquad_lab.system.timing import peak_bytes
 length, size, training = map(int, sys.argv[1:])
 q, k, v = (torch.randn(1, 8, length, 64).requires_grad_(bool(training)) for _ in range(3))
 def call():

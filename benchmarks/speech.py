@@ -16,12 +16,12 @@ from pathlib import Path
 import torch
 from results import FOLDER, machine, today, write_page
 
-from subquad_lab.compare import differences, verdicts
+from subquad_lab.commands.compare import differences, verdicts
 from subquad_lab.experiments import speech
 from subquad_lab.experiments.speech import Config
-from subquad_lab.measure import best_seconds, peak_bytes
-from subquad_lab.plots import compared
-from subquad_lab.series import Series, train
+from subquad_lab.figures.plots import compared
+from subquad_lab.system.timing import best_seconds, peak_bytes
+from subquad_lab.training.seeds import Series, train
 
 ENCODERS = ("exact", "taylor:2", "random:64", "separable")
 LONG, CLIPS = 2000, 4  # frames of a clip of 20 s, and how many at once, for the memory of a step
@@ -29,6 +29,7 @@ FIGURES = ("character_error", "word_error", "jaccard", "cosine", "damerau", "los
 PICTURES = {"similarities": "similarities by epoch", "losses": "losses by epoch", "looks": "where the decoder looked"}
 
 # On two cores in an hour for both decoders, in two hours, and in ten minutes for each encoder.
+MEASURE = speech.EXPERIMENT.measure
 DIGITS = dict(epochs=20, characters=97)
 LJSPEECH = dict(epochs=12, clips=3000)
 SHORT = dict(epochs=8, characters=97)
@@ -54,7 +55,7 @@ def table(made: dict[str, Series]) -> str:
 def by_epoch(name: str, made: dict[str, Series]) -> list[str]:
     """A picture of all together, and those of each."""
     together = f"{name}_{today()}.svg"
-    (FOLDER / together).write_bytes(compared({of: series.runs for of, series in made.items()}, speech.MEASURE))
+    (FOLDER / together).write_bytes(compared({of: series.runs for of, series in made.items()}, speech.EXPERIMENT))
     shown = [f"![training loss and validation character error]({together})"]
     for of, series in made.items():
         for picture, what in PICTURES.items():
@@ -81,21 +82,23 @@ def spelled(series: Series) -> str:
 
 
 def numbers(options: argparse.Namespace) -> None:
-    made = {Config.decoder: train("speech", Config(), options.out, "speech-numbers")}
+    made = {Config.decoder: train(speech.EXPERIMENT, Config(), options.out / "speech-numbers")}
     parts = ["`subquad train speech`", spelled(made[Config.decoder]), *by_epoch("speech_numbers", made)]
     write("speech_numbers", "Spoken numbers, synthetic", made, parts)
 
 
 def digits(options: argparse.Namespace) -> None:
     base = Config(data=options.data, **DIGITS)
-    made = {of: train("speech", config, options.out, f"speech-digits-{of}")
+    made = {of: train(speech.EXPERIMENT, config, options.out / f"speech-digits-{of}")
             for of, config in speech.variants(base).items()}  # fmt: skip
-    best = min(made, key=lambda of: made[of].results[0]["valid"][speech.MEASURE])
-    strangers = train("speech", replace(base, decoder=best, split="speaker"), options.out, "speech-digits-speaker")
+    best = min(made, key=lambda of: made[of].results[0]["valid"][MEASURE])
+    strangers = train(
+        speech.EXPERIMENT, replace(base, decoder=best, split="speaker"), options.out / "speech-digits-speaker"
+    )
     parts = [
         f"`subquad compare speech --data fsdd --epochs {DIGITS['epochs']} --characters {DIGITS['characters']}`: "
         "strings of 3 to 6 spoken digits, split by index.",
-        "\n".join(f"- {line}" for line in verdicts(made, speech.MEASURE, differences(made, speech.MEASURE))),
+        "\n".join(f"- {line}" for line in verdicts(made, MEASURE, differences(made, MEASURE))),
         spelled(made[best]),
         *by_epoch("speech_digits", made),
         "## A speaker who was never heard",
@@ -106,17 +109,18 @@ def digits(options: argparse.Namespace) -> None:
 
 def ljspeech(options: argparse.Namespace) -> None:
     base = Config(data=options.data, **LJSPEECH)
-    made = {of: train("speech", config, options.out, f"speech-ljspeech-{of}")
+    made = {of: train(speech.EXPERIMENT, config, options.out / f"speech-ljspeech-{of}")
             for of, config in speech.variants(base).items()}  # fmt: skip
-    published = "\n".join(f"- published, {row['data']}: {row['what']}" for row in speech.PUBLISHED)
-    best = min(made, key=lambda of: made[of].results[0]["valid"][speech.MEASURE])
+    published = "\n".join(f"- published, {row['data']}: {row['what']}" for row in speech.EXPERIMENT.published)
+    best = min(made, key=lambda of: made[of].results[0]["valid"][MEASURE])
     parts = [published, spelled(made[best]), *by_epoch("speech_ljspeech", made)]
     write("speech_ljspeech", "LJSpeech's transcripts", made, parts)
 
 
 def encoders(options: argparse.Namespace) -> None:
-    made = {method: train("speech", Config(data=options.data, method=method, **SHORT), options.out,
-                          f"speech-encoder-{method.replace(':', '-')}") for method in ENCODERS}  # fmt: skip
+    made = {method: train(speech.EXPERIMENT, Config(data=options.data, method=method, **SHORT),
+                          options.out / f"speech-encoder-{method.replace(':', '-')}")
+            for method in ENCODERS}  # fmt: skip
     rows = []
     for method in ENCODERS:
         found = measured(method)

@@ -9,12 +9,14 @@ import soundfile
 import torch
 import yaml
 
-from subquad_lab import checkpoint, runs, snapshot
-from subquad_lab.experiments import graphs, images, speech
+from subquad_lab.experiments import EXPERIMENTS, graphs, images, language, speech
 from subquad_lab.experiments.language import Config
-from subquad_lab.records import METRICS, Run
-from subquad_lab.settings import Training
-from subquad_lab.train import Trainer
+from subquad_lab.experiments.stored import opened
+from subquad_lab.training import checkpoint, seeds, snapshot
+from subquad_lab.training.config import Training
+from subquad_lab.training.experiment import Experiment
+from subquad_lab.training.loop import Trainer
+from subquad_lab.training.run import METRICS, Run
 
 MODELS = {
     "rnn": dict(model="rnn", embedding=6, width=8, context=5, tied=False),
@@ -73,15 +75,16 @@ def write_digits(folder: Path, speakers: tuple[str, ...] = ("ann", "bob", "cid")
     return folder
 
 
-def small(name: str, text: Path, **changes) -> tuple[str, Training]:
+def small(name: str, text: Path, **changes) -> tuple[Experiment, Training]:
     """An experiment and a config of 30 steps: a language model, or one of the others."""
     if name in MODELS:
-        return "language", tiny(text, name, **changes)
-    experiment, own = OTHERS[name]
-    if experiment == "images":
+        return language.EXPERIMENT, tiny(text, name, **changes)
+    of, own = OTHERS[name]
+    experiment = EXPERIMENTS[of]
+    if of == "images":
         common = dict(data=str(write_pictures(text / "pictures.npz")), batch=8, lr=0.02, momentum=0.5)
         return experiment, images.Config(**common | dict(seeds=1, steps=30, evaluate_every=7) | own | changes)
-    if experiment == "speech":
+    if of == "speech":
         sizes = dict(
             data=str(write_digits(text / "digits")), clips=36, batch=4, width=8, blocks=1, warmup=3, characters=9
         )
@@ -92,6 +95,19 @@ def small(name: str, text: Path, **changes) -> tuple[str, Training]:
 def tiny(text, name: str = "rnn", **changes) -> Config:
     common = dict(data=str(text), batch=4, steps=30, evaluate_every=7, dropout=0.3, lr=0.02, warmup=3)
     return Config(**common | MODELS[name] | changes)
+
+
+def start(config: Training, root: Path, name: str | None = None, experiment: Experiment = language.EXPERIMENT):
+    """A new run with one seed, and its result."""
+    series = seeds.train(experiment, config, root / name if name else root, numbered=name is None)
+    return series.runs[0], series.results[0]
+
+
+def resume(folder: Path, experiment: Experiment | None = None) -> tuple[Run, dict]:
+    """Go on with a run; its experiment may be another than the one that it names."""
+    found, config = opened(folder)
+    series = seeds.train(experiment or found, config, folder)
+    return series.runs[0], series.results[0]
 
 
 def final(run: Run) -> tuple[dict[str, torch.Tensor], bytes]:
@@ -109,7 +125,9 @@ def assert_same(one: Run, other: Run) -> None:
     assert log == other_log
 
 
-def broken_off(config: Training, folder: Path, step: int, error: BaseException, name: str = "language") -> None:
+def broken_off(
+    config: Training, folder: Path, step: int, error: BaseException, experiment: Experiment = language.EXPERIMENT
+) -> None:
     """A run that ends with an error after a step: what was interrupted is saved, anything else is a crash."""
     after_step = Trainer._stop_if_asked
 
@@ -121,7 +139,7 @@ def broken_off(config: Training, folder: Path, step: int, error: BaseException, 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Trainer, "_stop_if_asked", stop)
         with pytest.raises(type(error)):
-            runs.start(name, config, folder.parent, folder.name)
+            start(config, folder.parent, folder.name, experiment)
 
 
 def read_config(folder: Path) -> dict:

@@ -1,7 +1,8 @@
-"""Print the import graph of src/subquad, level by level: `python tools/layers.py [FOLDER]`.
+"""Print the import graphs of the library and of the lab, level by level: `python tools/layers.py [FOLDER]`.
 
-A module is on the level after the highest one that it imports; level 1 imports nothing of ours. Packages are the layers
-of the design, in this order; `tests/test_layers.py` checks that each imports only earlier ones.
+A module is on the level after the highest one that it imports; level 1 imports nothing of its own package. Packages are
+the layers of the design, in this order; `tests/test_layers.py` checks that each imports only earlier ones, and that the
+lab imports only public names of the library.
 """
 
 import ast
@@ -11,11 +12,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1] / "src"
-# Each layer may import only itself and earlier ones.
+# Each layer may import only itself and earlier ones. A package's own name stands for its `__init__.py` alone.
 LAYERS = [
     "subquad._torch_internals", "subquad.native", "subquad.methods", "subquad._calls", "subquad._engines",
     "subquad.planning", "subquad.attention", "subquad.nn", "subquad.integrations", "subquad.testing", "subquad",
+    "subquad_lab", "subquad_lab.system", "subquad_lab.options", "subquad_lab.figures", "subquad_lab.data",
+    "subquad_lab.models", "subquad_lab.training", "subquad_lab.experiments", "subquad_lab.theory", "subquad_lab.report",
+    "subquad_lab.commands", "subquad_lab.cli", "subquad_lab.__main__",
 ]  # fmt: skip
+PACKAGES = ("subquad", "subquad_lab")
+MAY_DEFER = {"subquad_lab.cli"}  # so that `subquad --help` does not wait for torch
 
 
 class Import(NamedTuple):
@@ -81,15 +87,19 @@ def levels_of(imports: list[Import], modules: dict[str, Path]) -> dict[str, int]
 
 def layer_of(module: str) -> int:
     """Return the place of a module's layer in LAYERS."""
-    return next(i for i, layer in enumerate(LAYERS) if module == layer or module.startswith(f"{layer}."))
+    for i, layer in enumerate(LAYERS):
+        if module == layer or (layer not in PACKAGES and module.startswith(f"{layer}.")):
+            return i
+    raise ValueError(f"{module}: in no layer; expected its package in LAYERS of tools/layers.py")
 
 
-def package_levels(imports: list[Import]) -> dict[str, int]:
-    """Return the level of each layer in the graph of layers."""
+def package_levels(imports: list[Import], package: str = "subquad") -> dict[str, int]:
+    """Return the level of each layer of a package in the graph of layers."""
     edges = {(layer_of(found.importer), layer_of(found.imported)) for found in imports}
     found: dict[int, int] = {}
-    for i in range(len(LAYERS)):
-        found[i] = 1 + max((found[b] for a, b in edges if a == i and b < i), default=0)
+    for i, layer in enumerate(LAYERS):
+        if layer.partition(".")[0] == package:
+            found[i] = 1 + max((found[b] for a, b in edges if a == i and b < i), default=0)
     return {LAYERS[i]: level for i, level in found.items()}
 
 
@@ -98,11 +108,41 @@ def faults_of(imports: list[Import]) -> list[str]:
     found = []
     for item in imports:
         where = f"{item.importer}, line {item.line}, imports {item.imported}"
-        if item.is_deferred:
+        if item.is_deferred and item.importer not in MAY_DEFER:
             found.append(f"{where} inside a function")
         if layer_of(item.imported) > layer_of(item.importer):
             found.append(f"{where}, a later layer")
     return found
+
+
+def private_imports(root: Path) -> list[str]:
+    """Return every import of the lab that takes from the library what is not public.
+
+    A name is public if no part of its module's name begins with an underscore, and the module's `__all__` lists it.
+    """
+    library = modules_of(root, "subquad")
+    public = {name: _exported(path) for name, path in library.items() if "._" not in name}
+    found = []
+    for name, path in modules_of(root, "subquad_lab").items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            taken: list[tuple[str, str | None]] = []
+            if isinstance(node, ast.Import):
+                taken = [(alias.name, None) for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                taken = [(node.module, alias.name) for alias in node.names]
+            for module, what in taken:
+                is_ours = module.partition(".")[0] == "subquad"
+                if is_ours and not (public.get(module) and (what is None or what in public[module])):
+                    found.append(f"{name}, line {node.lineno}, imports {module}" + (f": {what}" if what else ""))
+    return found
+
+
+def _exported(path: Path) -> set[str]:
+    """Return the names in a module's `__all__`."""
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == ["__all__"]:
+            return set(ast.literal_eval(node.value))
+    return set()
 
 
 def _print_layer(layer: str, imports: list[Import], levels: dict[str, int]) -> None:
@@ -115,25 +155,29 @@ def _print_layer(layer: str, imports: list[Import], levels: dict[str, int]) -> N
         print(f"    {name.removeprefix(f'{layer}.')}" + (f" <- {', '.join(short)}" if short else ""))
 
 
-def main() -> int:
-    root = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT
-    imports, modules = imports_of(root), modules_of(root)
-    try:
-        inside = levels_of(imports, modules)
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        return 1
-    of_layers = package_levels(imports)
+def report(root: Path, package: str) -> int:
+    """Print the levels of a package, and return how many faults it has."""
+    imports, modules = imports_of(root, package), modules_of(root, package)
+    inside, of_layers = levels_of(imports, modules), package_levels(imports, package)
     for level in range(1, max(of_layers.values()) + 1):
         print(f"level {level}")
         for layer in (name for name, found in of_layers.items() if found == level):
             _print_layer(layer, imports, inside)
-    faults = faults_of(imports)
-    print(f"{len(modules)} modules, {len(imports)} imports, {max(of_layers.values())} levels of packages, "
+    faults = faults_of(imports) + (private_imports(root) if package == "subquad_lab" else [])
+    print(f"{package}: {len(modules)} modules, {len(imports)} imports, {max(of_layers.values())} levels of packages, "
           f"{max(inside.values())} levels of modules, no cycle, {len(faults)} faults")  # fmt: skip
     for fault in faults:
         print(f"fault: {fault}", file=sys.stderr)
-    return int(bool(faults))
+    return len(faults)
+
+
+def main() -> int:
+    root = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT
+    try:
+        return int(sum(report(root, package) for package in PACKAGES) > 0)
+    except ValueError as error:  # a cycle, or a module in no layer
+        print(error, file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@ A test compares the page with what would be written now.
 
 from pathlib import Path
 
-from subquad_lab.theory import SUBJECTS, Check, Claim, Finding, Setting, all_claims, shown
+from subquad_lab.theory import SUBJECTS, all_claims
+from subquad_lab.theory.claims import Check, Claim, Finding, Setting, shown
 
 DOCS = Path(__file__).parents[1] / "docs"
 TITLES = {"attention": "Attention", "recurrence": "Recurrent networks", "optimizers": "Optimisers",

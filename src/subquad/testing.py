@@ -13,6 +13,8 @@ The reference forms all weights from the map alone, w_ij = phi(q_i).phi(k_j) exp
 is computed in their dtype: use float64 parameters, or a larger `tolerance`.
 """
 
+from typing import Literal
+
 import torch
 from torch import Tensor, nn
 
@@ -20,8 +22,10 @@ from subquad._calls.call import Call
 from subquad._engines import run
 from subquad._engines.features.method_kernel import shifted
 from subquad.attention import quiet_attention
-from subquad.methods import FeatureMap, feature_method
+from subquad.methods import FeatureMap, MethodLike, feature_method, resolve
 from subquad.methods.method import UserMap
+
+__all__ = ["FeatureMapConformance", "attention_in_form", "check_feature_map"]
 
 
 def check_feature_map(method: FeatureMap, width: int = 8, tolerance: float = 1e-9) -> None:
@@ -44,6 +48,30 @@ def check_feature_map(method: FeatureMap, width: int = 8, tolerance: float = 1e-
     for name in dir(FeatureMapConformance):
         if name.startswith("test_"):
             getattr(suite, name)()
+
+
+def attention_in_form(
+    query: Tensor, key: Tensor, value: Tensor, *, method: MethodLike,
+    form: Literal["dense", "linear", "chunked", "fused"], is_causal: bool = False, scale: float | None = None,
+) -> Tensor:  # fmt: skip
+    """Return `attention` computed in a form of your choice, to compare forms or to count what they do.
+
+    Args:
+        query: (..., heads, queries, width).
+        key: (..., heads, keys, width).
+        value: (..., heads, keys, value width).
+        method: A method or its name. `Exact()` has a single form, whichever is named.
+        form: "dense" forms all weights; "linear" and "chunked" (causal) keep sums; "fused" uses the native kernels.
+        is_causal: As for `attention`.
+        scale: As for `attention`.
+
+    Example:
+        >>> q, k, v = torch.randn(3, 1, 2, 32, 8).unbind()
+        >>> dense, linear = (attention_in_form(q, k, v, method="taylor", form=form) for form in ("dense", "linear"))
+        >>> torch.allclose(dense, linear, atol=1e-5)
+        True
+    """
+    return run(resolve(method), Call.of(query, key, value, is_causal=is_causal, scale=scale), form).output
 
 
 class FeatureMapConformance:

@@ -8,10 +8,11 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 from subquad_lab import RunError, UsageError
-from subquad_lab.interruption import Interrupted
+from subquad_lab.training.interruption import Interrupted
 
 
 def demo(out: str = "demo") -> None:
@@ -22,9 +23,9 @@ def demo(out: str = "demo") -> None:
     Args:
         out: Folder to write into.
     """
-    from subquad_lab.demo import run
+    from subquad_lab.commands import demo
 
-    run(out)
+    demo.run(out)
 
 
 def plan(
@@ -79,17 +80,17 @@ def plan(
     sizes = dict(query_length=length, key_length=key_length, head_dim=head_dim, value_dim=value_dim, heads=heads,
                  key_heads=key_heads, batch=batch)  # fmt: skip
     if model is not None or text is not None or tokens is not None:
-        from subquad_lab.model_planning import run as run_model
+        from subquad_lab.commands import plan_model
 
         others = [*sizes.values(), logit_range, sample]
         rest = causal, training, purpose, dtype
         if any(other is not None for other in others) or rest != (True, False, "swap", "float32"):
             raise UsageError("--model: goes with --text, --tokens, --max-error and --all; others are the model's own")
-        run_model(model, text, tokens, max_error, all)
+        plan_model.run(model, text, tokens, max_error, all)
         return
-    from subquad_lab.planning import run
+    from subquad_lab.commands import plan
 
-    run(sizes, max_error, logit_range, sample, causal, training, purpose, dtype, all)
+    plan.run(plan.Question(sizes, max_error, logit_range, sample, causal, training, purpose, dtype), all)
 
 
 def bench(
@@ -113,53 +114,45 @@ def bench(
         backward: Whether gradients are computed too.
         out: Folder for bench.json and bench.svg; made if it is missing.
     """
-    from subquad_lab.bench import run
+    from subquad_lab.commands import bench
 
     _check_folder("--out", out)
-    run(methods, lengths, heads, head_dim, causal, backward, out)
+    bench.run(methods, lengths, heads, head_dim, causal, backward, out)
 
 
-def train(experiment: str | None, config: Any, out: str, resume: str | None) -> None:
+def train(experiment: Any, config: Any, out: str, resume: str | None) -> None:
     """Train a model: a new run, or --resume RUN to resume one that was stopped.
 
     A run's folder holds its config, figures, checkpoints, result and curves. Ctrl-C finishes the step and saves.
     """
-    from pathlib import Path
+    from subquad_lab.commands import train
 
-    from subquad_lab import series
-
-    if resume is None and experiment is None:
-        raise UsageError("EXPERIMENT: expected an experiment, or --resume RUN, found neither")
-    series.print_result(series.resume(resume) if experiment is None else series.train(experiment, config, Path(out)))
+    train.run(experiment, config, out, resume)
 
 
-def compare(experiment: str | None, config: Any, out: str) -> None:
+def compare(experiment: Any, config: Any, out: str) -> None:
     """Train all variants of an experiment with the same data, budget and seeds: one table, one plot.
 
     After an interruption, run the same command with the same --out to resume.
     """
-    from pathlib import Path
+    from subquad_lab.commands import compare
 
-    from subquad_lab.compare import run
-
-    run(_named(experiment), config, Path(out))
+    compare.run(_given(experiment), config, Path(out))
 
 
-def sweep(experiment: str | None, config: Any, out: str, grid: Any, span: Any, trials: int = 20) -> None:
+def sweep(experiment: Any, config: Any, out: str, grid: Any, span: Any, trials: int = 20) -> None:
     """Train with many values of some fields, and say which are best.
 
     --grid.FIELD A,B,C tries each value with each of other fields; --span.FIELD LOW,HIGH searches between, on a
     logarithmic scale where both are above 0. Several processes with the same --out share the trials; run again, it goes
     on where it was.
     """
-    from pathlib import Path
+    from subquad_lab.commands import sweep
 
-    from subquad_lab.sweep import run
-
-    run(_named(experiment), config, Path(out), trials, grid, span)
+    sweep.run(_given(experiment), config, Path(out), trials, grid, span)
 
 
-def _named(experiment: str | None) -> str:
+def _given(experiment: Any) -> Any:
     if experiment is None:
         raise UsageError("EXPERIMENT: expected an experiment, found none")
     return experiment
@@ -172,10 +165,9 @@ def evaluate(run: str, part: Literal["valid", "test"] = "test") -> None:
         run: Folder of the run.
         part: valid or test.
     """
-    from subquad_lab import runs
-    from subquad_lab.series import chosen
+    from subquad_lab.commands import evaluate
 
-    print(runs.figures(runs.evaluate(chosen(run), part)))
+    evaluate.run(run, part)
 
 
 def runs(root: str = "runs") -> None:
@@ -184,11 +176,9 @@ def runs(root: str = "runs") -> None:
     Args:
         root: Folder to look into, with all folders in it.
     """
-    from pathlib import Path
+    from subquad_lab.commands import runs
 
-    from subquad_lab.runs import print_table
-
-    print_table(Path(root))
+    runs.run(Path(root))
 
 
 def report(
@@ -205,11 +195,9 @@ def report(
         root: Folder to look into.
         theory: What `subquad verify --json` has printed, to be shown as well.
     """
-    from pathlib import Path
+    from subquad_lab.commands import report
 
-    from subquad_lab.report import write
-
-    write([Path(run) for run in runs], Path(root), Path(out), None if theory is None else Path(theory))
+    report.run([Path(run) for run in runs], Path(root), Path(out), None if theory is None else Path(theory))
 
 
 def sample(
@@ -234,9 +222,9 @@ def sample(
         top_p: Nucleus sampling: the smallest set of words with this total probability.
         seed: Of the first text; the next one has the next.
     """
-    from subquad_lab.sampling import run as say
+    from subquad_lab.commands import sample
 
-    say(run, prompt, count, words, temperature, top_k, top_p, seed)
+    sample.run(run, prompt, count, words, temperature, top_k, top_p, seed)
 
 
 def predict(run: str, images: list[str]) -> None:
@@ -246,9 +234,9 @@ def predict(run: str, images: list[str]) -> None:
         run: Folder of the run; for a series, its best run is used.
         images: Files of pictures.
     """
-    from subquad_lab.predicting import run as say
+    from subquad_lab.commands import predict
 
-    say(run, images)
+    predict.run(run, images)
 
 
 def transcribe(run: str, files: list[str], beams: int = 4) -> None:
@@ -261,9 +249,9 @@ def transcribe(run: str, files: list[str], beams: int = 4) -> None:
         files: Sound files: wav, flac and others, of any rate.
         beams: Texts that are followed at once; 1 is quickest.
     """
-    from subquad_lab.transcribing import run as hear
+    from subquad_lab.commands import transcribe
 
-    hear(run, files, beams)
+    transcribe.run(run, files, beams)
 
 
 def synthesize(metadata: str, out: str, voices: str = "en-us", clips: int | None = None) -> None:
@@ -277,9 +265,9 @@ def synthesize(metadata: str, out: str, voices: str = "en-us", clips: int | None
         voices: Of espeak-ng, with commas between; each clip draws one.
         clips: The first so many lines; all if not given.
     """
-    from subquad_lab.synthesizing import run as speak
+    from subquad_lab.commands import synthesize
 
-    speak(metadata, out, voices, clips)
+    synthesize.run(metadata, out, voices, clips)
 
 
 def verify(
@@ -298,10 +286,10 @@ def verify(
         seed: Where the random numbers begin.
         explain: Print the derivation of each, with the numbers of this run.
     """
-    from subquad_lab.verifying import run
+    from subquad_lab.commands import verify
 
     _check_folder("--plots", plots)
-    run(claims, json, plots, seed, explain)
+    verify.run(claims, json, plots, seed, explain)
 
 
 def env(json: bool = False) -> None:
@@ -312,9 +300,9 @@ def env(json: bool = False) -> None:
     Args:
         json: Print JSON instead of text.
     """
-    from subquad_lab.environment import run
+    from subquad_lab.commands import env
 
-    run(json)
+    env.run(json)
 
 
 def _check_folder(option: str, folder: str | None) -> None:
@@ -328,6 +316,13 @@ COMMANDS = (
     env,
 )  # fmt: skip
 OF_EXPERIMENTS = {"train": "runs", "compare": "compare", "sweep": "sweep"}  # and the folders that they write into
+
+
+def _experiments() -> Any:
+    """Imported for the commands that need them."""
+    from subquad_lab.experiments import EXPERIMENTS
+
+    return EXPERIMENTS
 
 
 def complain(message: object) -> None:
@@ -347,7 +342,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from argparse import ArgumentError
 
     try:
-        from subquad_lab.parsing import call, wrong_value
+        from subquad_lab.options.fields import wrong_value
+        from subquad_lab.options.parsing import call
     except ModuleNotFoundError as error:
         complain(_how_to_install(error))
         return 1
@@ -355,7 +351,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     warnings.showwarning = lambda message, *_: print(f"subquad: warning: {message}", file=sys.stderr)
     try:
         try:
-            call(COMMANDS, OF_EXPERIMENTS, given)
+            call(COMMANDS, OF_EXPERIMENTS, given, _experiments)
         finally:
             sys.stdout.flush()  # here, where a closed pipe is still caught
     except ArgumentError as error:

@@ -33,8 +33,8 @@ from subquad._engines import run
 from subquad.methods import resolve
 from subquad.planning.crossover import find_crossover
 from subquad.planning.shape import Shape
-from subquad_lab.measure import Request, measure
-from subquad_lab.methods import parse_method
+from subquad_lab.options.methods import parse_method
+from subquad_lab.system.timing import Request, measure
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*weights can be negative")
 # For work and memory that torch counts: those of its own operations.

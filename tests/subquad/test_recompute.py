@@ -2,7 +2,7 @@
 
 import pytest
 
-from subquad_lab.measure import Request, measure
+from subquad_lab.system.timing import Request, measure
 
 
 @pytest.mark.parametrize("method", ["taylor:2", "separable"])

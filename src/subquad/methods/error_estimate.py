@@ -8,6 +8,8 @@ from math import inf
 from numbers import Real
 from typing import Literal
 
+__all__ = ["ErrorEstimate", "LogitRange", "check_max_error"]
+
 LogitRange = float | tuple[float, float]
 
 

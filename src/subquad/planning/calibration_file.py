@@ -35,6 +35,8 @@ from subquad.planning.progress import Progress
 from subquad.planning.seconds import Calibration, name_of, work
 from subquad.planning.shape import Shape
 
+__all__ = ["cache_folder", "cached", "calibration", "file_of", "machine", "predicted_seconds"]
+
 VERSION = 8  # of the file, and of the work that the coefficients are for
 RETRY_SECONDS = 600.0  # age from which on a calibration of a busy machine is made again, if it is quiet now
 MAX_WAIT_SECONDS = 60.0  # for another process that measures, which cannot take longer

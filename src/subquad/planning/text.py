@@ -2,6 +2,8 @@
 
 from math import inf, log10
 
+__all__ = ["duration", "many", "mebibytes", "rounded", "short"]
+
 
 def duration(seconds: float) -> str:
     """Return a time in seconds or milliseconds."""

@@ -17,11 +17,11 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
-from subquad.planning.calibration_file import cache_folder
+from subquad.planning import cache_folder
 from subquad_lab import UsageError
 from subquad_lab.data.sound import MELS, STEP, features
 from subquad_lab.data.sound import RATE as SAMPLES
-from subquad_lab.files import locked, made_whole, write_whole
+from subquad_lab.system.files import locked, made_whole, write_whole
 
 PARTS = ("train", "valid", "test")
 VERSION = 1  # of the features
@@ -150,7 +150,7 @@ def _checksum_of(parts: dict[str, Part]) -> str:
     for part in parts.values():
         made.update(json.dumps(part.texts).encode())
         for tensor in (part.ends, part.frames):
-            made.update(memoryview(tensor.contiguous().numpy()).cast("B") if tensor.numel() else b"")
+            made.update(tensor.contiguous().numpy().data.cast("B") if tensor.numel() else b"")
     return made.hexdigest()
 
 

@@ -124,13 +124,14 @@ def speak(library: Any, text: str, voice: str, speed: int, pitch: int) -> bytes:
     """In the fork: once."""
     parts: list[bytes] = []
 
-    @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_short), ctypes.c_int, ctypes.c_void_p)
     def heard(samples: Any, count: int, _: Any) -> int:
         if samples and count:
             parts.append(ctypes.string_at(samples, 2 * count))
         return 0
 
-    library.espeak_SetSynthCallback(heard)
+    kind = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_short), ctypes.c_int, ctypes.c_void_p)
+    called = kind(heard)  # It must live as long as it may be called.
+    library.espeak_SetSynthCallback(called)
     content = text.encode() + b"\0"
     size = ctypes.c_size_t(len(content))
     if library.espeak_SetVoiceByName(voice.encode()) != 0:

@@ -21,12 +21,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from subquad.planning.calibration_file import cache_folder
+from subquad.planning import cache_folder
 from subquad_lab import UsageError
-from subquad_lab.data.arrays import read_npz
+from subquad_lab.data.npz import read_npz
 from subquad_lab.data.pickles import PickledArray, PickledMatrix, named, unpickle
-from subquad_lab.files import write_whole
-from subquad_lab.sizes import room
+from subquad_lab.system.files import write_whole
+from subquad_lab.system.memory import room
 
 FILES = ("x", "tx", "allx", "y", "ty", "ally", "graph", "test.index")
 VALID = 500  # nodes of Planetoid's validation part
@@ -72,7 +72,7 @@ def load_graph(data: str | None = None) -> Graph:
     arrays = planetoid(contents, files)
     graph = _graph(name, arrays, files["graph"])  # All is checked before it is written.
     buffer = io.BytesIO()
-    np.savez_compressed(buffer, **arrays)
+    np.savez_compressed(buffer, allow_pickle=True, **arrays)
     with suppress(OSError):  # Without a cache it is converted each time.
         converted.parent.mkdir(parents=True, exist_ok=True)
         write_whole(converted, buffer.getvalue())
@@ -184,7 +184,8 @@ def _features(found: Any, path: Path) -> np.ndarray:
         parts = tuple(found.state[name].values() for name in ("data", "indices", "indptr"))
         matrix = csr_matrix(parts, shape=(rows, columns))
         matrix.check_format(full_check=True)
-        return matrix.toarray().astype(np.float32)
+        dense: np.ndarray = matrix.toarray().astype(np.float32)
+        return dense
     except UsageError:
         raise
     except Exception as error:  # Its parts can be anything, and scipy then fails in any way.
@@ -257,5 +258,5 @@ def _graph(name: str, arrays: dict[str, np.ndarray], where: object) -> Graph:
     digest = hashlib.sha256()
     for tensor in tensors.values():
         digest.update(str(tuple(tensor.shape)).encode())
-        digest.update(tensor.numpy())
+        digest.update(tensor.numpy().data)
     return Graph(name, digest.hexdigest(), **tensors)

@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from subquad_lab import UsageError
-from subquad_lab.data.arrays import read_npz
-from subquad_lab.sizes import room
+from subquad_lab.data.npz import read_npz
+from subquad_lab.system.memory import room
 
 PARTS = ("train", "valid", "test")
 SIDE = 28  # to which the embedded digits are resized
@@ -201,7 +201,7 @@ def _pictures(name: str, parts: dict[str, Part], where: object) -> Pictures:
     for part in PARTS:
         for tensor in parts[part]:
             digest.update(str(tuple(tensor.shape)).encode())
-            digest.update(tensor.contiguous().numpy())  # type: ignore[arg-type] it is a buffer
+            digest.update(tensor.contiguous().numpy().data)
     return Pictures(name, digest.hexdigest(), names if len(names) == count else [str(i) for i in range(count)], **parts)
 
 

@@ -32,7 +32,8 @@ class _Kind:
     def dtype(self) -> np.dtype:
         if self.code not in KINDS or self.order not in ("<", ">", "|", "="):
             raise ValueError(f"numbers of the kind {self.code!r}")
-        return np.dtype(self.order + self.code)
+        made: np.dtype = np.dtype(self.order + self.code)
+        return made
 
 
 class PickledArray:
@@ -97,7 +98,7 @@ def unpickle(content: bytes, path: Path) -> Any:
     """The data of a pickle; nothing in it is executed."""
     try:
         for code, value, _ in pickletools.genops(content):
-            if code.name in ("PUT", "LONG_BINPUT") and value > len(content):  # It would fill the memory.
+            if code.name in ("PUT", "LONG_BINPUT") and int(value or 0) > len(content):  # It would fill the memory.
                 raise pickle.UnpicklingError(f"it numbers its parts up to {value}")
         return _Reader(io.BytesIO(content), encoding="latin1").load()
     except Exception as error:  # A pickle can fail in any way that Python knows.

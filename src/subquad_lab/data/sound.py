@@ -77,7 +77,8 @@ def resampled(samples: np.ndarray, own: int, rate: int) -> np.ndarray:
         return samples
     from scipy.signal import resample_poly
 
-    return resample_poly(samples, rate, own).astype(np.float32)
+    found: np.ndarray = resample_poly(samples, rate, own).astype(np.float32)
+    return found
 
 
 def features(samples: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ Clips that cannot be used are left out, named and counted.
 import random
 import re
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -111,9 +112,7 @@ def _numbers(clips: int, speaker: Speaker, resample: bool) -> dict[str, list[Utt
     for number in draw.sample(range(10_000), clips):
         text, voice = in_words(number), draw.choice(VOICES)
         how = {"voice": voice, "speed": draw.randint(*SPEEDS), "pitch": draw.randint(*PITCHES)}
-        made.append(
-            Utterance(f"{number} {how}", text, lambda text=text, how=how: _spoken(speaker, text, how, resample))
-        )
+        made.append(Utterance(f"{number} {how}", text, partial(_spoken, speaker, text, how, resample)))
     few = clips // 12
     return {"train": made[2 * few :], "valid": made[:few], "test": made[few : 2 * few]}
 
@@ -172,7 +171,7 @@ def _transcribed(table: Path, clips: int | None, resample: bool) -> dict[str, li
         path = table.parent / "wavs" / f"{line.name}.wav"
         if not path.is_file() and path.with_suffix(".flac").is_file():
             path = path.with_suffix(".flac")
-        made.append(Utterance(line.name, line.text, lambda line=line, path=path: _heard(line, path, resample), (path,)))
+        made.append(Utterance(line.name, line.text, partial(_heard, line, path, resample), (path,)))
     if len(made) < LEAST_LINES:
         raise UsageError(f"--data: expected at least {LEAST_LINES} lines of {table}, found {len(made)}")
     first = len(made) * 3 // 4

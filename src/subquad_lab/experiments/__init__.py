@@ -1,39 +1,22 @@
-"""One file for each question asked; `EXPERIMENTS` names them for the command line."""
+"""The experiments: one file for each question asked, and one line for each in `EXPERIMENTS`."""
 
-from importlib import import_module
-from typing import Any, Protocol
+from typing import Any
 
 from subquad_lab import UsageError
-from subquad_lab.records import Run
-from subquad_lab.settings import Training
-from subquad_lab.train import Task
+from subquad_lab.experiments import graphs, images, language, speech
+from subquad_lab.training.experiment import Experiment
 
-EXPERIMENTS = ("language", "images", "graphs", "speech")
-
-
-class Experiment(Protocol):
-    """What a file of this folder has."""
-
-    Config: type[Training]
-    MEASURE: str  # of its figures, the one that says which is best
-    HIGHER_IS_BETTER: bool  # of the measure
-    UNIT: str  # what is counted for the speed
-    PUBLISHED: list[dict[str, Any]]  # figures of others, for the report: of what, on which data
-
-    def build(self, config: Any) -> Task:
-        """The model and its data; all randomness from torch's generator, which was seeded."""
-
-    def label(self, config: Any) -> str:
-        """What tells a run apart from others, in a few words."""
-
-    def pictures(self, run: Run) -> dict[str, bytes]:
-        """SVG by name, drawn from what the run has written down, besides its curves."""
-
-    def variants(self, config: Any) -> dict[str, Any]:
-        """What `subquad compare` runs: configs by name."""
+ALL: tuple[Experiment[Any], ...] = (
+    language.EXPERIMENT,
+    images.EXPERIMENT,
+    graphs.EXPERIMENT,
+    speech.EXPERIMENT,
+)
+EXPERIMENTS = {experiment.name: experiment for experiment in ALL}
 
 
-def experiment(name: str) -> Any:
+def experiment_named(name: str) -> Experiment[Any]:
+    """The experiment of a run, which its files name."""
     if name not in EXPERIMENTS:
         raise UsageError(f"EXPERIMENT: expected one of {', '.join(EXPERIMENTS)}, found {name!r}")
-    return import_module(f"subquad_lab.experiments.{name}")
+    return EXPERIMENTS[name]

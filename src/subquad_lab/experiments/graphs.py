@@ -9,26 +9,26 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from subquad_lab import UsageError, optimizers
-from subquad_lab.classification import PREDICTIONS, Predictions, confusion_picture, figures
+from subquad_lab import UsageError
 from subquad_lab.data.graphs import Graph, load_graph
-from subquad_lab.methods import parse_method, refuse_many_features
+from subquad_lab.figures.classification import PREDICTIONS, Predictions, confusion_picture, figures
+from subquad_lab.figures.plots import axes_of, svg
 from subquad_lab.models import parameters, refuse_too_large
 from subquad_lab.models.graphs import Attention, Convolution, GraphNet, Mixer, Normalisation, propagation
-from subquad_lab.plots import axes_of, svg
-from subquad_lab.records import Run
-from subquad_lab.settings import Training
-from subquad_lab.sizes import memory
-from subquad_lab.train import Carry, Rows
+from subquad_lab.options.methods import parse_method, refuse_many_features
+from subquad_lab.system.memory import memory
+from subquad_lab.training import optimizers
+from subquad_lab.training.config import Training
+from subquad_lab.training.experiment import Carry, Experiment, PartName, Rows
+from subquad_lab.training.run import Run
 
-MEASURE, HIGHER_IS_BETTER, UNIT = "accuracy", True, "nodes"
 NORMS, EMBEDDING = "norms", "embedding"
 PROPAGATIONS = 16  # after which norms are still shown
 
@@ -94,7 +94,8 @@ def make_model(config: Config, graph: Graph, classes: int) -> GraphNet:
         method = parse_method(config.method) if config.mixer != "neighbours" else None
         layers = (Attention(inward, width, width, config.heads, mask, method),
                   Attention(width, classes, width, config.heads, mask, method))  # fmt: skip
-    return GraphNet(*layers, config.dropout, graph.features)
+    first, second = layers
+    return GraphNet(first, second, config.dropout, graph.features)
 
 
 def neighbours(graph: Graph, heads: int) -> Tensor:
@@ -111,7 +112,6 @@ def neighbours(graph: Graph, heads: int) -> Tensor:
 class Graphs:
     """The task of the training loop: one step sees the graph."""
 
-    unit, measure, higher_is_better = UNIT, MEASURE, HIGHER_IS_BETTER
     batches = 1
 
     def __init__(self, config: Config, graph: Graph) -> None:
@@ -140,14 +140,15 @@ class Graphs:
     def count(self, rows: Rows) -> int:
         return self.graph.nodes
 
-    def evaluate(self, part: Literal["valid", "test"], check: Callable[[], None]) -> dict[str, float]:
+    def evaluate(self, part: PartName, check: Callable[[], None]) -> dict[str, float]:
         check()
         nodes = getattr(self.graph, part)
         return figures(self.log_probabilities()[nodes], self.graph.classes[nodes])
 
     @torch.no_grad()
     def log_probabilities(self) -> Tensor:
-        return self.model(self.features.to(next(self.model.parameters()).device)).cpu()
+        found: Tensor = self.model(self.features.to(next(self.model.parameters()).device)).cpu()
+        return found
 
     @torch.no_grad()
     def records(self) -> dict[str, Any]:
@@ -213,8 +214,8 @@ def variants(config: Config) -> dict[str, Config]:
 # --- Pictures -----------------------------------------------------------------------------------------------------
 
 
-def pictures(run: Run) -> dict[str, bytes]:
-    predictions = Predictions.of(run)
+def pictures(run: Run, config: Config) -> dict[str, bytes]:
+    predictions = Predictions.of(run.folder)
     if predictions is None:
         return {}
     return {"confusion": confusion_picture(predictions), NORMS: norms_picture(run), EMBEDDING: embedding_picture(run)}
@@ -255,3 +256,19 @@ def embedding_picture(run: Run) -> bytes:
     axes.set(xlabel="first principal component of the hidden layer", ylabel="second principal component")
     axes.legend(fontsize="small")
     return svg(figure)
+
+
+EXPERIMENT = Experiment(
+    name="graphs",
+    about=__doc__,
+    config=Config,
+    measure="accuracy",
+    higher_is_better=True,
+    unit="nodes",
+    loss_unit="node",
+    build=build,
+    label=label,
+    variants=variants,
+    pictures=pictures,
+    published=PUBLISHED,
+)

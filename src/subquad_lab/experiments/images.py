@@ -8,22 +8,22 @@ with the first pictures of the order, so that all batches are of one size.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from subquad_lab import UsageError, optimizers
-from subquad_lab.classification import PREDICTIONS, Predictions, confusion_picture, figures
+from subquad_lab import UsageError
 from subquad_lab.data.images import OCT, Pictures, load_images, published_test
+from subquad_lab.figures.classification import PREDICTIONS, Predictions, confusion_picture, figures
 from subquad_lab.models import parameters, refuse_too_large
 from subquad_lab.models.images import ConvNet, Downsample, halved_twice
-from subquad_lab.records import Run
-from subquad_lab.settings import Training
-from subquad_lab.train import Carry, Rows
+from subquad_lab.training import optimizers
+from subquad_lab.training.config import Training
+from subquad_lab.training.experiment import Carry, Experiment, PartName, Rows
+from subquad_lab.training.run import Run
 
-MEASURE, HIGHER_IS_BETTER, UNIT = "accuracy", True, "images"
 PIECE = 1 << 20  # pixels that are evaluated at once
 RANGE = 256.0  # by which the bytes of a picture are divided
 
@@ -69,8 +69,6 @@ class Config(Training):
 
 class Images:
     """The task of the training loop: pictures in a new order for each epoch."""
-
-    unit, measure, higher_is_better = UNIT, MEASURE, HIGHER_IS_BETTER
 
     def __init__(self, config: Config, pictures: Pictures) -> None:
         self.config, self.pictures = config, pictures
@@ -127,7 +125,7 @@ class Images:
     def count(self, rows: Rows) -> int:
         return len(rows[0])
 
-    def evaluate(self, part: Literal["valid", "test"], check: Callable[[], None]) -> dict[str, float]:
+    def evaluate(self, part: PartName, check: Callable[[], None]) -> dict[str, float]:
         return figures(self.predict(self.parts[part][0], check), self.parts[part][1])
 
     @torch.no_grad()
@@ -155,11 +153,27 @@ def label(config: Config) -> str:
     return f"{config.downsample}, lr {config.lr:g}"
 
 
-def pictures(run: Run) -> dict[str, bytes]:
-    predictions = Predictions.of(run)
+def pictures(run: Run, config: Config) -> dict[str, bytes]:
+    predictions = Predictions.of(run.folder)
     return {} if predictions is None else {"confusion": confusion_picture(predictions)}
 
 
 def variants(config: Config) -> dict[str, Config]:
     """Both ways to halve a picture; all else is equal."""
     return {how: replace(config, downsample=how) for how in get_args(Downsample)}
+
+
+EXPERIMENT = Experiment(
+    name="images",
+    about=__doc__,
+    config=Config,
+    measure="accuracy",
+    higher_is_better=True,
+    unit="images",
+    loss_unit="picture",
+    build=build,
+    label=label,
+    variants=variants,
+    pictures=pictures,
+    published=PUBLISHED,
+)

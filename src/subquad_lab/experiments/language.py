@@ -18,14 +18,12 @@ from torch.nn import functional as F
 
 from subquad_lab import UsageError
 from subquad_lab.data.text import END, UNKNOWN, Corpus, load_text
-from subquad_lab.methods import parse_method, refuse_many_features
 from subquad_lab.models import parameters, refuse_too_large
-from subquad_lab.models.language import LSTM, SigmoidRNN, Transformer, generate
-from subquad_lab.records import Run
-from subquad_lab.settings import Training
-from subquad_lab.train import Carry, Rows
+from subquad_lab.models.language import LSTM, Model, SigmoidRNN, Transformer, generate
+from subquad_lab.options.methods import parse_method, refuse_many_features
+from subquad_lab.training.config import Training
+from subquad_lab.training.experiment import Carry, Experiment, PartName, Rows
 
-MEASURE, HIGHER_IS_BETTER, UNIT = "perplexity", False, "words"
 PIECE = 4096  # words that are evaluated at once
 STREAMS = 16  # of an evaluation: each begins without a state, so they are few
 
@@ -85,7 +83,7 @@ class Config(Training):
             refuse_many_features(self.method, self.width // self.heads)
 
 
-def make_model(config: Config, words: int) -> nn.Module:
+def make_model(config: Config, words: int) -> Model:
     match config.model:
         case "rnn":
             return SigmoidRNN(words, config.embedding, config.width, config.dropout, config.tied)
@@ -98,8 +96,6 @@ def make_model(config: Config, words: int) -> nn.Module:
 
 class Language:
     """The task of the training loop: streams of words."""
-
-    unit, measure, higher_is_better = UNIT, MEASURE, HIGHER_IS_BETTER
 
     def __init__(self, config: Config, corpus: Corpus) -> None:
         self.config, self.corpus = config, corpus
@@ -137,7 +133,7 @@ class Language:
         return rows[0].numel()
 
     @torch.no_grad()
-    def evaluate(self, part: Literal["valid", "test"], check: Callable[[], None]) -> dict[str, float]:
+    def evaluate(self, part: PartName, check: Callable[[], None]) -> dict[str, float]:
         """Every word of the part but the first, once."""
         words = getattr(self.corpus, part)
         device = next(self.model.parameters()).device
@@ -177,7 +173,8 @@ class Language:
             count = min(count, self.config.context - len(numbers))
         generator = torch.Generator().manual_seed(seed)
         self.model.eval()
-        said = generate(self.model, numbers, count, temperature, top_k, top_p, generator, place[END], place[UNKNOWN])
+        said = generate(self.model, numbers, count, temperature=temperature, top_k=top_k, top_p=top_p,
+                        generator=generator, end=place[END], banned=place[UNKNOWN])  # fmt: skip
         return self.corpus.text([*numbers, *said]).removesuffix(END).strip()
 
 
@@ -210,10 +207,6 @@ def label(config: Config) -> str:
     return f"{config.model}, {config.method}" if config.model == "transformer" else config.model
 
 
-def pictures(run: Run) -> dict[str, bytes]:
-    return {}
-
-
 def matched(config: Config, words: int, total: int) -> Config:
     """The width, also of the word vectors, with which the model has about so many parameters."""
     sized = [replace(config, width=width, embedding=width) for width in range(2, 4097, 2)]
@@ -228,3 +221,18 @@ def matched(config: Config, words: int, total: int) -> Config:
 def count_parameters(config: Config, words: int) -> int:
     with torch.device("meta"):
         return parameters(make_model(config, words))["total"]
+
+
+EXPERIMENT = Experiment(
+    name="language",
+    about=__doc__,
+    config=Config,
+    measure="perplexity",
+    higher_is_better=False,
+    unit="words",
+    loss_unit="word",
+    build=build,
+    label=label,
+    variants=variants,
+    published=PUBLISHED,
+)

@@ -17,21 +17,19 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from subquad_lab import UsageError
-from subquad_lab.configs import config_of
 from subquad_lab.data.clips import Clips, Part
 from subquad_lab.data.sound import MELS
 from subquad_lab.data.speech import ALPHABET, END, PAD, START, UNKNOWN, characters, load_speech, text_of
 from subquad_lab.data.utterances import usual
-from subquad_lab.methods import parse_method, refuse_many_features
+from subquad_lab.figures.plots import axes_of, by_epoch, epochs_across, loss_label, svg
+from subquad_lab.figures.similarity import cosine, damerau, error_rate, jaccard
 from subquad_lab.models import parameters
 from subquad_lab.models.speech import AttentionDecoder, Encoder, LSTMDecoder, Speech, spell
-from subquad_lab.plots import axes_of, by_epoch, epochs_across, loss_label, svg
-from subquad_lab.records import Run
-from subquad_lab.settings import Training
-from subquad_lab.similarity import cosine, damerau, error_rate, jaccard
-from subquad_lab.train import Carry, Rows
+from subquad_lab.options.methods import parse_method, refuse_many_features
+from subquad_lab.training.config import Training
+from subquad_lab.training.experiment import Carry, Experiment, PartName, Rows
+from subquad_lab.training.run import Run
 
-MEASURE, HIGHER_IS_BETTER, UNIT = "character_error", False, "clips"
 SIMILARITIES = {"jaccard": jaccard, "cosine": cosine, "damerau": damerau}
 SORTED = 16  # batches that are sorted by length together
 PIECE = 32  # clips that are evaluated at once
@@ -121,8 +119,6 @@ def make_model(config: Config) -> Speech:
 class SpeechTask:
     """The task of the training loop: clips of like length side by side."""
 
-    unit, measure, higher_is_better = UNIT, MEASURE, HIGHER_IS_BETTER
-
     def __init__(self, config: Config, clips: Clips) -> None:
         self.config, self.clips = config, clips
         self.model = make_model(config)
@@ -202,7 +198,7 @@ class SpeechTask:
         return len(rows[0])
 
     @torch.no_grad()
-    def evaluate(self, which: Literal["valid", "test"], check: Callable[[], None]) -> dict[str, float]:
+    def evaluate(self, which: PartName, check: Callable[[], None]) -> dict[str, float]:
         """The loss, and how near the texts are that the model spells, greedily."""
         part = getattr(self.clips, which)
         losses, given = [], []
@@ -274,11 +270,11 @@ def label(config: Config) -> str:
     return f"{config.decoder} decoder, {config.method} encoder"
 
 
-def pictures(run: Run) -> dict[str, bytes]:
+def pictures(run: Run, config: Config) -> dict[str, bytes]:
     """Similarities and losses by epoch, and where the decoder looked."""
     found = {"similarities": similarities_picture(run), "losses": losses_picture(run)}
     if (run.folder / f"{LOOKS}.json").is_file():
-        found[LOOKS] = looks_picture(run)
+        found[LOOKS] = looks_picture(run, config)
     return found
 
 
@@ -299,21 +295,20 @@ def losses_picture(run: Run) -> bytes:
     for points, name in zip(by_epoch([run], "loss"), ("training", "validation"), strict=True):
         if points:
             axes.plot(*zip(*points, strict=True), "o-", markersize=3, label=name)
-    axes.set(ylabel=loss_label(run))
+    axes.set(ylabel=loss_label(EXPERIMENT))
     epochs_across(axes)
     axes.legend(fontsize="small")
     return svg(figure)
 
 
-def looks_picture(run: Run) -> bytes:
+def looks_picture(run: Run, config: Config) -> bytes:
     """A map for each clip: characters down, time across; faint looks are seen too."""
     from matplotlib.colors import PowerNorm
 
     clips = run.read_json(f"{LOOKS}.json").get("clips")
     if not isinstance(clips, list) or not clips or not all(isinstance(clip, dict) for clip in clips):
         raise UsageError(f"{run.folder / LOOKS}.json: expected clips")
-    config = config_of(run)[1]
-    seconds = "seconds" if getattr(config, "resample", True) else "seconds, as if the sound had 16 kHz"
+    seconds = "seconds" if config.resample else "seconds, as if the sound had 16 kHz"
     figure, all_axes = axes_of(len(clips), square=True)
     for clip in clips:
         weights, given = clip.get("weights"), clip.get("given")
@@ -349,3 +344,19 @@ def variants(config: Config) -> dict[str, Config]:
     if config.decoder != Config.decoder:
         raise UsageError(f"--decoder: compare trains both decoders; expected none, found {config.decoder}")
     return {decoder: replace(config, decoder=decoder) for decoder in ("lstm", "attention")}
+
+
+EXPERIMENT = Experiment(
+    name="speech",
+    about=__doc__,
+    config=Config,
+    measure="character_error",
+    higher_is_better=False,
+    unit="clips",
+    loss_unit="character",
+    build=build,
+    label=label,
+    variants=variants,
+    pictures=pictures,
+    published=PUBLISHED,
+)

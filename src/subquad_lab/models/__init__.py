@@ -3,7 +3,7 @@
 from torch import nn
 
 from subquad_lab import UsageError
-from subquad_lab.sizes import memory
+from subquad_lab.system.memory import memory
 
 COPIES = 4  # of the parameters: themselves, their gradients, and what Adam keeps of both
 

@@ -30,7 +30,8 @@ def propagation(edges: Tensor, nodes: int, self_loops: bool, normalisation: Norm
     if self_loops:
         edges, _ = add_self_loops(edges, num_nodes=nodes)
     if normalisation == "symmetric":
-        return gcn_norm(edges, num_nodes=nodes, add_self_loops=False)
+        edges, weights = gcn_norm(edges, num_nodes=nodes, add_self_loops=False)
+        return edges, weights
     weights = torch.ones(edges.shape[1])
     if normalisation == "row":
         weights = weights / degree(edges[1], nodes)[edges[1]]
@@ -43,6 +44,8 @@ class GraphNet(nn.Module):
     Features of a graph are mostly zeros, which dropout leaves as they are. Random numbers are drawn for the others
     alone, whose places are known: drawing for all would take ten times as long as the rest of a step.
     """
+
+    places: Tensor
 
     def __init__(self, first: nn.Module, second: nn.Module, dropout: float, features: Tensor) -> None:
         super().__init__()
@@ -72,11 +75,14 @@ class Convolution(nn.Module):
         self.register_buffer("weights", weights, persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.convolve(x, self.edges, self.weights)
+        found: Tensor = self.convolve(x, self.edges, self.weights)
+        return found
 
 
 class Attention(nn.Module):
     """The mean over heads of attention: to the neighbours if there is a mask (n, n), to all if there is a method."""
+
+    mask: Tensor | None
 
     def __init__(self, inward: int, outward: int, width: int, heads: int, mask: Tensor | None, method: Any) -> None:
         super().__init__()

@@ -34,7 +34,8 @@ class ConvNet(nn.Module):
         )  # fmt: skip
 
     def forward(self, pictures: Tensor) -> Tensor:
-        return self.decide(self.halve(self.second(self.halve(self.first(pictures)))).flatten(1))
+        found: Tensor = self.decide(self.halve(self.second(self.halve(self.first(pictures)))).flatten(1))
+        return found
 
 
 def halved_twice(length: int, downsample: Downsample) -> int:

@@ -74,7 +74,8 @@ class LSTM(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def start(self, batch: int) -> Tensor:
-        return self.lstm.weight_hh_l0.new_zeros(batch, self.lstm.num_layers, 2, self.lstm.hidden_size)
+        weight = next(self.lstm.parameters())
+        return weight.new_zeros(batch, self.lstm.num_layers, 2, self.lstm.hidden_size)
 
     def forward(self, tokens: Tensor, state: State = None) -> tuple[Tensor, Tensor]:
         state = self.start(len(tokens)) if state is None else state
@@ -157,9 +158,12 @@ def rotate(x: Tensor, places: Tensor) -> Tensor:
     return torch.cat([a * cosine - b * sine, a * sine + b * cosine, rest], -1)
 
 
+Model = SigmoidRNN | LSTM | Transformer
+
+
 @torch.no_grad()
 def generate(
-    model: nn.Module, prompt: list[int], count: int, temperature: float = 1.0, top_k: int | None = None,
+    model: Model, prompt: list[int], count: int, *, temperature: float = 1.0, top_k: int | None = None,
     top_p: float | None = None, generator: torch.Generator | None = None, end: int | None = None,
     banned: int | None = None,
 ) -> list[int]:  # fmt: skip

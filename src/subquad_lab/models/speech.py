@@ -63,17 +63,19 @@ class Attention(nn.Module):
     def weights(self, x: Tensor, seen: Seen) -> Tensor:
         """Where exact attention looks: (b, h, n, t), rows sum to 1."""
         k, _, keep = seen
-        scores = (self._split(self.query(x)) @ k.mT) * k.shape[-1] ** -0.5
+        scores: Tensor = (self._split(self.query(x)) @ k.mT) * k.shape[-1] ** -0.5
         return scores.masked_fill(~keep[:, None, None], -torch.inf).softmax(-1)
 
     def _drawn(self) -> Any:
         return self.method if self.random_matrix is None else replace(self.method, matrix=self.random_matrix)
 
     def _split(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        parts: Tensor = x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        return parts
 
     def _join(self, mixed: Tensor) -> Tensor:
-        return self.out(mixed.transpose(1, 2).flatten(2))
+        joined: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return joined
 
 
 class Block(nn.Module):
@@ -88,11 +90,13 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, seen: Seen) -> Tensor:
         x = x + self.dropout(self.attention(self.norms[0](x), seen))
-        return x + self.dropout(self.mlp(self.norms[1](x)))
+        made: Tensor = x + self.dropout(self.mlp(self.norms[1](x)))
+        return made
 
     def of_itself(self, x: Tensor, keep: Tensor) -> Tensor:
         """x attends to x."""
-        return self(x, self.attention.seen(self.norms[0](x), keep))
+        made: Tensor = self(x, self.attention.seen(self.norms[0](x), keep))
+        return made
 
 
 class Encoder(nn.Module):
@@ -112,6 +116,7 @@ class Encoder(nn.Module):
         keep = first((lengths + 1) // 2, x.shape[1])
         x = self.dropout(x + sinusoids(x.shape[1], x.shape[2]).to(x))
         for block in self.blocks:
+            assert isinstance(block, Block)
             x = block.of_itself(x, keep)
         return self.norm(x), keep
 
@@ -204,7 +209,8 @@ class Speech(nn.Module):
         return self.decoder.cross.attention.seen(*self.encoder(frames, lengths))
 
     def forward(self, frames: Tensor, lengths: Tensor, tokens: Tensor) -> Tensor:
-        return self.decoder(tokens, self.seen(frames, lengths), None)[0]
+        logits: Tensor = self.decoder(tokens, self.seen(frames, lengths), None)[0]
+        return logits
 
     @torch.no_grad()
     def look(self, frames: Tensor, lengths: Tensor, tokens: Tensor) -> Tensor:

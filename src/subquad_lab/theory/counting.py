@@ -17,8 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from subquad._calls.call import Call
-from subquad._engines import run
+from subquad.testing import attention_in_form
 
 aten = torch.ops.aten
 EXPONENTIALS = {aten._softmax.default, aten._safe_softmax.default, aten.exp.default}
@@ -31,19 +30,18 @@ def exact_in_plain_operations() -> AbstractContextManager[None]:
     return sdpa_kernel(SDPBackend.MATH)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, method: Any, order: Order = "linear") -> Tensor:
+def attention(q: Tensor, k: Tensor, v: Tensor, *, method: Any, order: Order = "linear") -> Tensor:
     """`subquad.attention` of (L, D) without scaling, in plain operations; `Exact` has one order, whichever is named."""
-    form = {"linear": "linear", "quadratic": "dense"}[order]
-    call = Call.of(*(x[None, None] for x in (q, k, v)), scale=1.0)
+    form: Literal["linear", "dense"] = "linear" if order == "linear" else "dense"
     with exact_in_plain_operations():
-        return run(method, call, form).output[0, 0]
+        return attention_in_form(*(x[None, None] for x in (q, k, v)), method=method, form=form, scale=1.0)[0, 0]
 
 
 class Held(TorchDispatchMode):
     """Follows the memory of all tensors that are made: `peak` bytes at most; and counts `exponentials`."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.held = self.peak = self.exponentials = 0
         self.known: set[int] = set()
 

@@ -3,12 +3,12 @@
 import torch
 
 from subquad_lab.data.graphs import load_graph
+from subquad_lab.figures.plots import axes_of, svg
 from subquad_lab.models import parameters
 from subquad_lab.models.graphs import Normalisation, propagation
 from subquad_lab.models.images import ConvNet, Downsample
-from subquad_lab.plots import axes_of, svg
-from subquad_lab.theory import Finding, Setting, at_least, at_most, claim, equal
-from subquad_lab.theory.numbers import distance, farthest, normal
+from subquad_lab.theory.claims import Finding, Setting, at_least, at_most, claim, equal
+from subquad_lab.theory.inputs import distance, farthest, normal
 
 CLASSES = 4
 KINDS: tuple[Downsample, ...] = ("pool", "stride")
@@ -35,7 +35,7 @@ def places_left(network: ConvNet, side: int) -> int:
     """By a picture of this side that is sent through the convolutions."""
     with torch.no_grad():
         seen = network.halve(network.second(network.halve(network.first(torch.zeros(1, 1, side, side)))))
-    return seen.shape[-2] * seen.shape[-1]
+    return int(seen.shape[-2] * seen.shape[-1])
 
 
 AT_28 = layers(6 * 6)

@@ -4,15 +4,16 @@ r the rate, g the gradient, v the velocity or the running average; the lab's own
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from subquad_lab.optimizers import SGD, Adam
-from subquad_lab.plots import axes_of, svg
-from subquad_lab.theory import Finding, Setting, at_least, at_most, claim, equal, small
-from subquad_lab.theory.numbers import ROUNDING, distance, normal
+from subquad_lab.figures.plots import axes_of, svg
+from subquad_lab.theory.claims import Finding, Setting, at_least, at_most, claim, equal, small
+from subquad_lab.theory.inputs import ROUNDING, distance, normal
+from subquad_lab.training.optimizers import SGD, Adam
 
 Make = Callable[[list[nn.Parameter]], Optimizer]
 
@@ -241,7 +242,7 @@ def decay_picture(setting: Setting) -> bytes:
     steps, rate = 1000, 0.002
     plain = shrunk(lambda p: Adam(p, rate), steps, setting.seed)
     for axes, (name, decoupled) in zip(both, {"with L2": False, "with decoupled decay": True}.items(), strict=True):
-        made = shrunk(lambda p, d=decoupled: Adam(p, rate, decay=0.3, decoupled=d), steps, setting.seed)
+        made = shrunk(partial(Adam, lr=rate, decay=0.3, decoupled=decoupled), steps, setting.seed)
         for i, what in enumerate(("large gradients", "small gradients")):
             axes.plot(made[:, i], ("-", "--")[i], color=f"C{i}", label=f"{what}, Adam {name}")
             axes.plot(plain[:, i], ":", color=f"C{i}", label=f"{what}, no decay")

@@ -13,11 +13,11 @@ from torch.nn import functional as F
 
 from subquad_lab.data.text import Corpus
 from subquad_lab.experiments.language import STREAMS, Config, Language
-from subquad_lab.models.cells import Activation, after_activation, alternating_sum, before_activation
+from subquad_lab.figures.plots import axes_of, svg
 from subquad_lab.models.language import SigmoidRNN
-from subquad_lab.plots import axes_of, svg
-from subquad_lab.theory import Finding, Setting, at_least, at_most, claim, equal, small
-from subquad_lab.theory.numbers import ROUNDING, distance, normal
+from subquad_lab.models.recurrences import Activation, after_activation, alternating_sum, before_activation
+from subquad_lab.theory.claims import Finding, Setting, at_least, at_most, claim, equal, small
+from subquad_lab.theory.inputs import ROUNDING, distance, normal
 
 ACTIVATIONS: dict[str, Activation] = {
     "tanh": torch.tanh,
@@ -29,7 +29,8 @@ ACTIVATIONS: dict[str, Activation] = {
 
 def scaled(matrices: Tensor, size: float | Tensor) -> Tensor:
     """With this largest singular value."""
-    return matrices * (size / torch.linalg.matrix_norm(matrices, 2))[..., None, None]
+    found: Tensor = matrices * (size / torch.linalg.matrix_norm(matrices, 2))[..., None, None]
+    return found
 
 
 # --- 11 -----------------------------------------------------------------------------------------------------------
@@ -110,7 +111,8 @@ def gradients(w: Tensor, s: Activation, seed: int, steps: int) -> Tensor:
     networks, width, _ = w.shape
     start = normal(networks, width, seed=seed + 1, spread=0.3)
     inputs = normal(steps, networks, width, seed=seed + 2, spread=0.3)
-    return torch.linalg.matrix_norm(jacobians(w, torch.zeros_like(start), s, start, inputs), 2)
+    norms: Tensor = torch.linalg.matrix_norm(jacobians(w, torch.zeros_like(start), s, start, inputs), 2)
+    return norms
 
 
 def steepest_gradient(eigenvalue: float, s: Activation, width: int, seed: int, steps: int) -> float:
@@ -279,7 +281,7 @@ def language_model_shapes(words: int, embedding: int, width: int) -> dict[str, t
 
 def one_step_gradients(
     e: Tensor, before: Tensor, h: Tensor, y: Tensor, wanted: Tensor, parts: dict[str, Tensor]
-) -> dict:
+) -> dict[str, Tensor]:
     """Of the cross-entropy of one step, by hand; all vectors are rows (1, n)."""
     d1 = y - wanted
     d2 = (d1 @ parts["U"].mT) * h * (1 - h)

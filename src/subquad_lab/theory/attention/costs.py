@@ -14,9 +14,9 @@ from torch import Tensor
 import subquad
 from subquad import Exact
 from subquad_lab.models import parameters
-from subquad_lab.theory import Finding, Setting, at_least, at_most, claim, equal, small
+from subquad_lab.theory.claims import Finding, Setting, at_least, at_most, claim, equal, small
 from subquad_lab.theory.counting import Term, attention, counted, exact_in_plain_operations, misfit, written
-from subquad_lab.theory.numbers import normal
+from subquad_lab.theory.inputs import normal
 
 HEAD_TIME: list[Term] = [(2, 1)]  # L, D
 HEAD_MEMORY: list[Term] = [(2, 0), (1, 1)]
@@ -29,7 +29,7 @@ HEAD_MEMORY: list[Term] = [(2, 0), (1, 1)]
 def one_head_costs(setting: Setting) -> Finding:
     sizes = list(product((512, 768, setting.of(1024, 1152, 1280)), (8, 32, 128)))
     inputs = [normal(3, *size, seed=setting.seed) for size in sizes]
-    found = [counted(partial(attention, *x, Exact())) for x in inputs]
+    found = [counted(partial(attention, *x, method=Exact())) for x in inputs]
     times, held = [each.flops for each in found], [each.peak_bytes / 8 for each in found]
     of_time, factors = misfit(HEAD_TIME, sizes, times)
     of_memory, parts = misfit(HEAD_MEMORY, sizes, held)
@@ -62,7 +62,7 @@ def heads_in_turn(x: Tensor, heads: int, seed: int) -> list[Tensor]:
     width = x.shape[-1]
     matrices = [[normal(width, width, seed=seed + 3 * i + j, spread=width**-0.5) for j in range(3)]
                 for i in range(heads)]  # fmt: skip
-    return [attention(*(x @ matrix for matrix in own), Exact()) for own in matrices]
+    return [attention(*(x @ matrix for matrix in own), method=Exact()) for own in matrices]
 
 
 @claim(

@@ -11,16 +11,17 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from itertools import combinations_with_replacement, product
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import subquad
 from subquad import Exact, RandomFeatures, Taylor
-from subquad_lab.plots import axes_of, svg
-from subquad_lab.theory import Finding, Setting, at_least, at_most, claim, equal, small
+from subquad_lab.figures.plots import axes_of, svg
+from subquad_lab.theory.claims import Finding, Setting, at_least, at_most, claim, equal, small
 from subquad_lab.theory.counting import ORDERS, Term, attention, counted, misfit, written
-from subquad_lab.theory.numbers import ROUNDING, distance, farthest, normal
+from subquad_lab.theory.inputs import ROUNDING, distance, farthest, normal
 
 # --- 4: the series ------------------------------------------------------------------------------------------------
 
@@ -190,7 +191,9 @@ def reassociated(setting: Setting) -> Finding:
     sizes, linear, quadratic, apart = [], [], [], 0.0
     for length, width, degree in product((512, 768, 1024), (3, 4, setting.of(5, 6, 8)), (2, 4)):
         q, k, v = normal(3, length, width, seed=setting.seed, spread=0.5)
-        by_sums, by_pairs = (counted(partial(attention, q, k, v, Taylor(degree), order)) for order in ORDERS)
+        by_sums, by_pairs = (
+            counted(partial(attention, q, k, v, method=Taylor(degree), order=order)) for order in ORDERS
+        )
         linear.append(by_sums.flops)
         quadratic.append(by_pairs.flops)
         sizes.append((length, Taylor(degree)(q).shape[-1], width))
@@ -228,7 +231,7 @@ def reassociated(setting: Setting) -> Finding:
 
 def work_of_taylor_by_exact(length: int, width: int) -> float:
     q, k, v = normal(3, length, width, seed=0)
-    of_series, of_exact = (counted(partial(attention, q, k, v, method)).flops for method in (Taylor(2), Exact()))
+    of_series, of_exact = (counted(partial(attention, q, k, v, method=method)).flops for method in (Taylor(2), Exact()))
     return of_series / of_exact
 
 
@@ -282,7 +285,7 @@ def drawn(rows: int, width: int, seed: int, orthogonal: bool, of_all: int = ROWS
     return matrix.reshape(-1, block, width)[:, :rows]
 
 
-def estimates(q: Tensor, k: Tensor, matrices: Tensor, kind: str) -> Tensor:
+def estimates(q: Tensor, k: Tensor, matrices: Tensor, kind: Any) -> Tensor:
     """phi(q).phi(k) by the library's features: (draws, directions)."""
     rows = matrices.shape[1]
     method = RandomFeatures(rows if kind == "positive" else 2 * rows, kind=kind)

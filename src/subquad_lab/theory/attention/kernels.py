@@ -15,9 +15,9 @@ from torch import Tensor
 
 import subquad
 from subquad import Exact, Linear, Separable
-from subquad_lab.theory import Check, Finding, Setting, at_least, at_most, claim, equal, small
+from subquad_lab.theory.claims import Check, Finding, Setting, at_least, at_most, claim, equal, small
 from subquad_lab.theory.counting import ORDERS, Term, attention, counted, misfit, written
-from subquad_lab.theory.numbers import ROUNDING, distance, farthest, normal
+from subquad_lab.theory.inputs import ROUNDING, distance, farthest, normal
 
 LENGTHS = (512, 768, 1024)
 
@@ -53,7 +53,7 @@ def separable(setting: Setting) -> Finding:
     exact_rank = int(torch.linalg.matrix_rank(exact, rtol=1e-10))
     sizes = list(product(LENGTHS, (4, 8, 16)))
     inputs = [normal(3, *size, seed=setting.seed) for size in sizes]
-    works = [counted(partial(attention, *x, Separable())).flops for x in inputs]
+    works = [counted(partial(attention, *x, method=Separable())).flops for x in inputs]
     of_time, factors = misfit(SEPARABLE_TIME, sizes, works)
     return Finding(
         [
@@ -93,7 +93,9 @@ def without_exponential(setting: Setting) -> Finding:
     sizes, right, left, apart = list(product(LENGTHS, (4, 8, 16))), [], [], 0.0
     for size in sizes:
         q, k, v = normal(3, *size, seed=setting.seed)
-        by_sums, by_pairs = (counted(partial(attention, q, k, v, Linear("identity"), order)) for order in ORDERS)
+        by_sums, by_pairs = (
+            counted(partial(attention, q, k, v, method=Linear("identity"), order=order)) for order in ORDERS
+        )
         right.append(by_sums.flops)
         left.append(by_pairs.flops)
         apart = max(apart, *(distance(each.result, q @ (k.mT @ v)) for each in (by_sums, by_pairs)))

@@ -1,0 +1,1 @@
+"""The subcommands of `subquad`, one file each, under its own name."""

@@ -1,0 +1,110 @@
+"""`subquad compare`: the variants of an experiment with the same data, budget and seeds, in one table and one plot."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from subquad_lab import RunError
+from subquad_lab.figures.classification import Predictions
+from subquad_lab.figures.intervals import Interval, difference
+from subquad_lab.figures.plots import compared
+from subquad_lab.figures.tables import Table
+from subquad_lab.system.files import write_whole
+from subquad_lab.training.config import Training
+from subquad_lab.training.experiment import Experiment
+from subquad_lab.training.processes import refuse_several
+from subquad_lab.training.seeds import Series, check_same_data, train
+
+COLUMNS = ("variant", "parameters", "validation", "test", "steps", "training", "speed")
+
+
+def run(experiment: Experiment[Any], config: Training, out: Path) -> None:
+    """Train what is not trained yet, then print and write the table, the verdicts and the plot."""
+    refuse_several("compare")
+    variants = experiment.variants(config)
+    done: dict[str, Series] = {}
+    for i, (variant, own) in enumerate(variants.items(), 1):
+        print(f"{i} of {len(variants)}: {variant}", flush=True)
+        done[variant] = train(experiment, own, out / variant.replace(":", "-").replace(" ", "-"))
+    check_same_data([run for series in done.values() for run in series.runs])
+    measure = experiment.measure
+    rows = [cells(variant, series, experiment) for variant, series in done.items()]
+    found = differences(done, measure)
+    content: dict[str, dict[str, Any]] = {
+        variant: {"runs": [{**run.about(), **result} for run, result in zip(series.runs, series.results, strict=True)]}
+        for variant, series in done.items()
+    }  # fmt: skip
+    for variant, interval in found.items():
+        content[variant]["first_minus_this"] = asdict(interval)
+    try:
+        write_whole(out / "compare.json", json.dumps(content, indent=1).encode())
+        drawn = compared({variant: series.runs for variant, series in done.items()}, experiment)
+        write_whole(out / "compare.svg", drawn)
+    except OSError as error:
+        raise RunError(f"cannot write into {out}: {error.strerror}") from error
+    better = "higher" if experiment.higher_is_better else "lower"
+    Table(COLUMNS, rows, f"{experiment.name}: {measure.replace('_', ' ')}, {better} is better").print()
+    for line in [*figures(done, measure), *verdicts(done, measure, found)]:
+        print(line)
+    print(f"{out / 'compare.svg'}, {out / 'compare.json'}")
+
+
+def cells(variant: str, series: Series, experiment: Experiment[Any]) -> tuple[str, ...]:
+    measure, unit = experiment.measure, experiment.unit
+    parameters = series.runs[0].about()["parameters"]["total"]
+    steps, seconds = (fmean(result[what] for result in series.results) for what in ("steps", "seconds"))
+    speed = fmean(result[f"{unit}_per_second"] for result in series.results)
+    return (
+        variant, f"{parameters:,}", series.shown("valid", measure), series.shown("test", measure),
+        f"{steps:,.0f}", f"{seconds:,.0f} s", f"{speed:,.0f} {unit}/s",
+    )  # fmt: skip
+
+
+def figures(done: dict[str, Series], measure: str) -> list[str]:
+    """The other figures of the test part."""
+    lines = []
+    for variant, series in done.items():
+        others = [name for name in series.results[0]["test"] if name != measure]
+        lines.append(f"{variant}, test: " + ", ".join(
+            f"{name.replace('_', '-')} {series.shown('test', name)}" for name in others
+        ))  # fmt: skip
+    return lines
+
+
+def differences(done: dict[str, Series], measure: str) -> dict[str, Interval]:
+    """The first variant minus each other one, on the test part; none where there is one seed."""
+    (_, first), *others = done.items()
+    if len(first.runs) < 2:
+        return {}
+    own = right(first)
+    return {
+        variant: difference(first.values("test", measure), series.values("test", measure), own, right(series),
+                            comparisons=len(others))
+        for variant, series in others
+    }  # fmt: skip
+
+
+def right(series: Series) -> list[float] | None:
+    """For each example of the test part, the share of the seeds that were right."""
+    found = [predictions.right for run in series.runs if (predictions := Predictions.of(run.folder)) is not None]
+    return [fmean(shares) for shares in zip(*found, strict=True)] if len(found) == len(series.runs) else None
+
+
+def verdicts(done: dict[str, Series], measure: str, found: dict[str, Interval]) -> list[str]:
+    """What `differences` has found, in words."""
+    if not found:
+        return []
+    (name, first), *_ = done.items()
+    examples = right(first)
+    over = f"{len(first.runs)} seeds" + (f" and {len(examples):,} test examples" if examples else "")
+    lines = [
+        f"+-: above, 95 % of the mean over seeds; below, 95 % for all {len(found)} differences together, over {over}"
+    ]
+    for other, interval in found.items():
+        size = "larger than chance" if interval.excludes_zero() else "not larger than chance"
+        lines.append(
+            f"{name} minus {other}: {measure.replace('_', ' ')} {interval.mean:+.4f} +- {interval.half:.4f}: {size}"
+        )
+    return lines

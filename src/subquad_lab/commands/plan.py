@@ -1,0 +1,169 @@
+"""`subquad plan`: the quickest method that keeps an error, the candidates beside it, and the reason."""
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from math import inf
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from torch import Tensor
+
+import subquad
+from subquad import Candidate
+from subquad.methods import Method, resolve
+from subquad_lab import UsageError
+from subquad_lab.figures.tables import Table
+
+PURPOSES = ("swap", "train")
+DTYPES = ("float32", "float64", "bfloat16", "float16")
+NAMES = (("query", "key", "value"), ("q", "k", "v"))
+MOST = 12  # candidates that are shown unless all are asked for
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked of `subquad.plan`; `sizes` are its sizes, by their names there."""
+
+    sizes: Mapping[str, Any]
+    max_error: float | None = None
+    logit_range: float | None = None
+    sample: str | None = None  # a file
+    causal: bool = True
+    training: bool = False
+    purpose: str = "swap"
+    dtype: str = "float32"
+
+
+def run(question: Question, show_all: bool) -> None:
+    """Plan and print: a table, and the reason."""
+    check(question)
+    made = answer(question)
+    shown = made if show_all or made.purpose == "train" else replace(made, candidates=tuple(competing(made)))
+    left_out = len(made.candidates) - len(shown.candidates)
+    chosen = shown.candidates.index(shown.choice)
+    Table(shown.columns, list(shown.rows()), styles={chosen: "bold"}).print()
+    print("", *filter(None, [shown.legend, shown.reason]), sep="\n")
+    if left_out:
+        print(
+            f"Not shown: {left_out} candidates that are slower, less exact, or in a form not taken; --all shows them."
+        )
+
+
+def check(question: Question) -> None:
+    """Refuse options that make no sense, before anything is measured."""
+    if question.dtype not in DTYPES:
+        raise UsageError(f"--dtype: expected one of {', '.join(DTYPES)}, found {question.dtype!r}")
+    if question.purpose not in PURPOSES:
+        raise UsageError(f"--purpose: expected {' or '.join(PURPOSES)}, found {question.purpose!r}")
+    logit_range = question.logit_range
+    if logit_range is not None and question.sample is not None:
+        raise UsageError("--sample: give either --logit-range or --sample, not both")
+    if logit_range is not None and not 0 <= logit_range < inf:
+        raise UsageError(f"--logit-range: expected a number >= 0, found {logit_range:g}")
+
+
+def answer(question: Question) -> subquad.Plan:
+    """Ask the library, in its words; what is wrong is told in the words of the command line."""
+    tensors = None if question.sample is None else load_sample(question.sample)
+    purpose: Any = question.purpose
+    try:
+        with calibration_shown() as progress:
+            return subquad.plan(
+                **question.sizes, is_causal=question.causal, training=question.training or None, purpose=purpose,
+                max_error=question.max_error, logit_range=question.logit_range, sample=tensors,
+                dtype=getattr(torch, question.dtype), progress=progress,
+            )  # fmt: skip
+    except PermissionError as error:  # of the cache folder
+        raise UsageError(error) from error
+    except ValueError as error:
+        raise UsageError(in_options(str(error))) from error
+
+
+@contextmanager
+def calibration_shown() -> Iterator[Callable[[int, int], None]]:
+    """A callback for progress, on the standard error: a bar on a terminal, else a line. Nothing until it is called."""
+    console = Console(stderr=True)
+    bar = Progress(console=console, transient=True)
+    task = bar.add_task("calibrating this machine (once)")
+    with ExitStack() as stack:
+
+        def show(done: int, total: int) -> None:
+            if done == 0 and console.is_terminal:
+                stack.enter_context(bar)
+            elif done == 0:
+                print("calibrating this machine (once), at most 30 s ...", file=sys.stderr, flush=True)
+            bar.update(task, completed=done, total=total)
+
+        yield show
+
+
+def load_sample(path: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value from a safetensors file."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        tensors = load_file(path)
+    except FileNotFoundError:
+        raise UsageError(f"--sample: there is no file {path!r}") from None
+    except (OSError, SafetensorError) as error:
+        raise UsageError(f"--sample: {path} cannot be read as safetensors: {error}") from error
+    for names in NAMES:
+        if all(name in tensors for name in names):
+            query, key, value = (tensors[name] for name in names)
+            break
+    else:
+        found = ", ".join(sorted(tensors)) or "none"
+        raise UsageError(f"--sample: expected tensors named query, key and value, or q, k and v; found {found}")
+    for name, tensor in zip(names, (query, key, value), strict=True):
+        if not tensor.isfinite().all():
+            raise UsageError(f"--sample: {name} has numbers that are not finite")
+    return query, key, value
+
+
+def in_options(message: str) -> str:
+    """The library's messages begin with the name of an argument; put that of the option in its place."""
+    name, _, rest = message.partition(":")
+    if name in NAMES[0]:
+        return f"--sample: {message}"
+    option = {"query_length": "length"}.get(name, name.replace("_", "-"))
+    return f"--{option}:{rest}"
+
+
+def competing(made: subquad.Plan) -> list[Candidate]:
+    """The choice, exact attention, and what is acceptable or quicker than it, in the form that `attention` takes.
+
+    A candidate that another one beats in time and in error is left out, and of those with an unknown error all but one
+    of each kind. Acceptable ones come first where there are too many.
+    """
+    taken = [c for c in made.candidates if c.is_chosen_form]
+    exact = next(c for c in taken if isinstance(c.method, subquad.Exact))
+    named = [exact] if made.choice is exact else [made.choice, exact]
+    others = [
+        c
+        for c in taken
+        if c not in named and (c.is_acceptable or c.seconds < exact.seconds) and not any(beats(o, c) for o in taken)
+    ]
+    usual = {type(c.method): c for c in reversed(others) if c.error.relative is None}  # the fastest of its kind,
+    usual |= {type(c.method): c for c in others if is_default(c.method)}  # or the one with usual settings
+    others = [c for c in others if c.error.relative is not None or c is usual[type(c.method)]]
+    others.sort(key=lambda c: not c.is_acceptable)
+    kept = named + others[: MOST - len(named)]
+    return [c for c in made.candidates if c in kept]
+
+
+def is_default(method: Any) -> bool:
+    """Whether it is what its name alone stands for."""
+    return isinstance(method, Method) and method == resolve(method.name)
+
+
+def beats(one: Candidate, other: Candidate) -> bool:
+    """Whether it is as good in time and error, and better in one of them; of an unknown error nothing is said."""
+    if one.error.relative is None or other.error.relative is None:
+        return False
+    mine, theirs = (one.seconds, one.error.relative), (other.seconds, other.error.relative)
+    return mine != theirs and mine[0] <= theirs[0] and mine[1] <= theirs[1]

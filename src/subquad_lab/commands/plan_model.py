@@ -1,0 +1,206 @@
+"""`subquad plan --model`: which layers of a trained model could take which method, seen on a text.
+
+Each layer's queries, keys and values are a sample for `subquad.plan`. Every method that it measures then runs on the
+whole layer, head by head:
+
+    relative error = |out - exact| / |exact|     of all heads of a layer, and of each
+
+A layer can take a method whose error, times a margin for texts that were not seen, is within the error that is allowed.
+Errors are of one layer with the others exact: with several layers changed they add up.
+
+Axes: h query heads, n tokens, d width.
+"""
+
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from torch import Tensor
+
+import subquad
+from subquad import Exact
+from subquad.methods import label_of
+from subquad.methods.error_estimate import check_max_error
+from subquad.planning import DEFAULT_MAX_ERROR, SAMPLE_MARGIN, Shape, predicted_seconds
+from subquad.planning.calibration_file import calibration
+from subquad_lab import UsageError
+from subquad_lab.commands.plan import calibration_shown, in_options
+from subquad_lab.figures.tables import Table
+from subquad_lab.models.pretrained import Layer, load, read, watch
+
+LENGTHS = (4096, 16_384, 65_536)  # for which speeds are reported
+ROWS = 256  # of each head, for the range of its logits
+SAME = 1e-3  # relative: what another order of rounding may change
+NAMES = [f"{length // 1024}k" for length in LENGTHS]
+COLUMNS = ("layer", "logits", "approximation", "error", "keeps it", "heads that do", *NAMES)
+NOTE = """\
+logits: scaled, on sampled rows. error: |out - exact| / |exact| on this text; above 1, zeros would be a better answer.
+keeps it: the quickest one whose error, times a margin of {margin:g}, is within {max_error:g}; if none is, the nearest.
+{names}: predicted speed of the layer's attention against exact attention, if longer texts have logits like these. A
+window sees a smaller part of a longer text: measure it there too."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Of a layer, or of one head: the quickest method that keeps the error, or else the nearest one."""
+
+    logits: tuple[float, float]
+    method: Any
+    error: float
+    is_kept: bool
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """`whole` is None where the layer computes something else than plain attention, such as a window or a bias."""
+
+    whole: Finding | None
+    heads: tuple[Finding, ...] = ()
+    seconds: tuple[tuple[float, float], ...] = ()  # at LENGTHS: exact, and by the method if it keeps the error
+
+
+def run(model: str | None, text: str | None, tokens: int | None, max_error: float | None, show_all: bool) -> None:
+    """Plan and print: a row for each layer, and with `show_all` one for each head."""
+    if model is None or text is None:
+        missing = "--text FILE" if text is None else "--model PATH"
+        raise UsageError(f"--model: expected a model and a text for it to read; {missing} is missing")
+    max_error = DEFAULT_MAX_ERROR if max_error is None else max_error
+    try:
+        check_max_error(max_error)
+    except ValueError as error:
+        raise UsageError(in_options(str(error))) from error
+    loaded, tokenizer = load(model)
+    sequence = read(text, loaded, tokenizer, tokens)
+    try:
+        with calibration_shown() as progress:
+            machine = calibration(progress=progress)
+    except PermissionError as error:  # of the cache folder
+        raise UsageError(error) from error
+    layers = plans(loaded, sequence, max_error)
+    report(layers, sequence.shape[1], max_error, show_all)
+    if machine.note:
+        print(machine.note.strip())
+
+
+def plans(model: Any, tokens: Tensor, max_error: float) -> list[LayerPlan]:
+    """Of all layers, with a bar on a terminal."""
+    found: list[LayerPlan] = []
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("measuring the layers", total=getattr(model.config, "num_hidden_layers", None))
+
+        def see(layer: Layer) -> None:
+            found.append(plan_layer(layer, max_error))
+            bar.advance(task)
+
+        watch(model, tokens, see)
+    if not found:
+        raise UsageError(f"--model: {type(model).__name__} keeps its attention to itself: there is nothing to measure")
+    return found
+
+
+def plan_layer(layer: Layer, max_error: float) -> LayerPlan:
+    """What one layer could take."""
+    query, key, value = layer[:3]
+    call = partial(subquad.attention, query, key, value, is_causal=layer.is_causal, scale=layer.scale, enable_gqa=True)
+    exact = call(method=Exact())
+    if not torch.dist(exact, layer.output) <= SAME * exact.norm():
+        return LayerPlan(None)
+    made = subquad.plan(
+        query_length=LENGTHS[-1], sample=(query, key, value), is_causal=layer.is_causal, scale=layer.scale,
+        max_error=max_error,
+    )  # fmt: skip
+    # The quickest first. What plan only infers for other numbers of features is left out, unless it was its choice.
+    methods = [c.method for c in made.candidates if c.is_chosen_form and c.error.known_by == "sample"]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*weights can be negative")  # The errors are measured here.
+        squares = torch.stack([_squares(call(method=method) - exact) for method in methods])  # (methods, h)
+    norms = _squares(exact)
+    allowed = max_error / SAMPLE_MARGIN
+
+    def judge(errors: Tensor, logits: tuple[float, float]) -> Finding:
+        kept = [i for i, error in enumerate(errors.tolist()) if error <= allowed]
+        first = kept[0] if kept else int(errors.nan_to_num(torch.inf).argmin())
+        return Finding(logits, methods[first], float(errors[first]), bool(kept))
+
+    ranges = [*_ranges(layer)]
+    heads = tuple(judge((squares[:, h] / norms[h]).sqrt(), ranges[h]) for h in range(len(ranges)))
+    lows, highs = zip(*ranges, strict=True)
+    whole = judge((squares.sum(1) / norms.sum()).sqrt(), (min(lows), max(highs)))
+    shapes = [
+        Shape.of(query_length=n, head_dim=query.shape[-1], value_dim=value.shape[-1], heads=query.shape[-3],
+                 key_heads=key.shape[-3], is_causal=layer.is_causal)
+        for n in LENGTHS
+    ]  # fmt: skip
+    taken = whole.method if whole.is_kept else Exact()
+    return LayerPlan(whole, heads, tuple((predicted_seconds(Exact(), s), predicted_seconds(taken, s)) for s in shapes))
+
+
+def _squares(x: Tensor) -> Tensor:
+    """(h,): the sum of squares of each head."""
+    return x.double().square().sum((0, 2, 3))
+
+
+def _ranges(layer: Layer) -> Iterator[tuple[float, float]]:
+    """Of the logits of each head."""
+    group = layer.query.shape[-3] // layer.key.shape[-3]
+    for h in range(layer.query.shape[-3]):
+        query, key = layer.query[:, h : h + 1], layer.key[:, h // group : h // group + 1]
+        yield subquad.logit_range(query, key, is_causal=layer.is_causal, scale=layer.scale, rows=ROWS)
+
+
+def rows(layers: Sequence[LayerPlan], show_all: bool) -> Iterator[tuple[str, ...]]:
+    """The cells of the table."""
+    for number, layer in enumerate(layers):
+        if layer.whole is None:
+            yield str(number), "", "not plain attention", "", "no", *[""] * (1 + len(LENGTHS))
+            continue
+        speeds = [speed(exact / taken) if layer.whole.is_kept else "" for exact, taken in layer.seconds]
+        able = f"{sum(head.is_kept for head in layer.heads)} of {len(layer.heads)}"
+        yield str(number), *cells(layer.whole), able, *speeds
+        if show_all:
+            for h, head in enumerate(layer.heads):
+                yield f"{number}.{h}", *cells(head), *[""] * (1 + len(LENGTHS))
+
+
+def cells(found: Finding) -> tuple[str, ...]:
+    low, high = found.logits
+    return f"{low:.1f} .. {high:.1f}", label_of(found.method), f"{found.error:.2g}", "yes" if found.is_kept else "no"
+
+
+def speed(ratio: float) -> str:
+    """Two digits, never as a power of ten."""
+    return f"{ratio:,.0f}x" if ratio >= 10 else f"{ratio:.2g}x"
+
+
+def conclusion(layers: Sequence[LayerPlan], max_error: float) -> str:
+    """A sentence or two, from the figures alone."""
+    plain = [layer for layer in layers if layer.whole is not None]
+    kept = [layer for layer in plain if layer.whole is not None and layer.whole.is_kept]
+    heads = [head.is_kept for layer in plain for head in layer.heads]
+    first = (
+        f"{len(kept)} of {len(layers)} layers can take an approximation within {max_error:g}; alone, "
+        f"{sum(heads)} of {len(heads)} heads could."
+    )
+    if not kept:
+        return f"{first} Keep exact attention."
+    together = [
+        sum(exact for exact, _ in of) / sum(min(both) for both in of)  # Where it is slower, a layer stays exact.
+        for of in zip(*(layer.seconds for layer in plain), strict=True)
+    ]
+    speeds = ", ".join(f"{speed(ratio)} at {name}" for ratio, name in zip(together, NAMES, strict=True))
+    return f"{first} With them, the attention of all layers together has a speed of {speeds}."
+
+
+def report(layers: Sequence[LayerPlan], length: int, max_error: float, show_all: bool) -> None:
+    """A table, a note and a conclusion."""
+    title = f"{len(layers)} layers on a text of {length:,} tokens"
+    note = NOTE.format(margin=SAMPLE_MARGIN, max_error=max_error, names=", ".join(NAMES))
+    lines = list(rows(layers, show_all))
+    Table(COLUMNS, lines, title, {i: "bold" for i, line in enumerate(lines) if line[4] == "yes"}).print()
+    print(note, conclusion(layers, max_error), sep="\n")

@@ -1,0 +1,42 @@
+"""`subquad runs`: the runs that there are, in a table."""
+
+import warnings
+from pathlib import Path
+
+from subquad_lab import UsageError
+from subquad_lab.experiments.stored import experiment_of
+from subquad_lab.figures.tables import Table, figures
+from subquad_lab.training.run import Run, all_runs
+
+COLUMNS = ("run", "experiment", "model", "data", "parameters", "steps", "state", "test")
+
+
+def run(root: Path) -> None:
+    """Print a row for each run in a folder and in the folders within it."""
+    rows = [row(found, root) for found in all_runs(root)]
+    if rows:
+        Table(COLUMNS, rows).print()
+    else:
+        print(f"no runs in {root}; `subquad train EXPERIMENT` makes one")
+
+
+def row(run: Run, root: Path) -> tuple[str, ...]:
+    """The cells of a run; a warning says what is wrong with a damaged one."""
+    place = str(run.folder.relative_to(root))
+    try:
+        return (place, *cells(run))
+    except UsageError as error:
+        warnings.warn(f"{run.folder} is damaged: {error}", stacklevel=2)
+        return (place, *[""] * 5, "damaged", "")
+
+
+def cells(run: Run) -> tuple[str, ...]:
+    """All but the first."""
+    about, result = run.about(), run.result()
+    experiment, config = experiment_of(run)
+    last = max((int(line["step"]) for line in run.metrics()), default=0)
+    return (
+        experiment.name, experiment.label(config), str(about["data"].get("name")),
+        f"{about['parameters']['total']:,}", f"{last:,}", "finished" if result else "unfinished",
+        "" if result is None else figures(result["test"]),
+    )  # fmt: skip

@@ -1,0 +1,40 @@
+"""`subquad train`: a new run, or a run that was stopped, up to its result."""
+
+from pathlib import Path
+from typing import Any
+
+from subquad_lab import UsageError
+from subquad_lab.experiments.stored import opened
+from subquad_lab.training.config import Training
+from subquad_lab.training.experiment import Experiment
+from subquad_lab.training.processes import processes
+from subquad_lab.training.run import CURVES
+from subquad_lab.training.seeds import Series, train
+
+
+def run(experiment: Experiment[Any] | None, config: Training | None, out: str, resume: str | None) -> None:
+    """Train in a new folder in `out`, or go on in the folder `resume`; then print the result."""
+    if resume is not None:
+        print_result(train(*opened(Path(resume)), Path(resume)))
+    elif experiment is not None and config is not None:
+        print_result(train(experiment, config, Path(out), numbered=True))
+    else:
+        raise UsageError("EXPERIMENT: expected an experiment, or --resume RUN, found neither")
+
+
+def print_result(series: Series) -> None:
+    """What it has come to, and where it is; by the main process alone."""
+    if not processes().is_main_process:
+        return
+    over = f", mean of {len(series.runs)} seeds +- 95 % interval" if len(series.runs) > 1 else ""
+    print(f"test{over}: " + ", ".join(
+        f"{figure.replace('_', '-')} {series.shown('test', figure)}" for figure in series.results[0]["test"]
+    ))  # fmt: skip
+    steps, seconds = (sum(result[what] for result in series.results) for what in ("steps", "seconds"))
+    print(f"{series.folder}: {steps:,} steps, {seconds:,.0f} s; curves in {series.folder / CURVES}")
+    if skipped := series.results[0].get("skipped"):
+        print(f"left out of the data: {skipped:,} clips, named in {series.runs[0].folder / 'skipped.json'}")
+    drawn = [path for run in series.runs for path in sorted(run.folder.glob("*.svg")) if path.name != CURVES]
+    if drawn:
+        drawn = drawn[: len(drawn) // len(series.runs)]  # of the first seed
+        print(f"pictures: {', '.join(map(str, drawn))}")

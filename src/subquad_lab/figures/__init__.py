@@ -1,0 +1,1 @@
+"""What is made of numbers: intervals, measures, tables and pictures."""

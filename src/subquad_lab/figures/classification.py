@@ -1,0 +1,99 @@
+"""What a model that chooses among classes got right: in all, by class, and what it took for what.
+
+accuracy = share of examples whose likeliest class is the right one
+cross-entropy = mean of -log p(right class)
+confusion[i, j] = examples of class i that were taken for class j
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from subquad_lab import Diverged, UsageError
+from subquad_lab.figures.plots import axes_of, svg
+from subquad_lab.system.files import read_json
+
+PREDICTIONS = "predictions"
+
+
+def figures(log_probabilities: Tensor, wanted: Tensor) -> dict[str, float]:
+    """Of examples (n, classes) and their classes (n)."""
+    if log_probabilities.isnan().any():
+        raise Diverged("evaluation: the probabilities are not numbers; in a new run, try a smaller lr")
+    right = (log_probabilities.argmax(-1) == wanted).double().mean()
+    return {"accuracy": float(right), "cross_entropy": float(F.nll_loss(log_probabilities.double(), wanted))}
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """Of the test part: the class of each example, and what it was taken for."""
+
+    classes: list[str]
+    wanted: list[int]
+    found: list[int]
+
+    @property
+    def right(self) -> list[float]:
+        return [float(x == y) for x, y in zip(self.wanted, self.found, strict=True)]
+
+    def confusion(self) -> Tensor:
+        count = len(self.classes)
+        pairs = torch.tensor(self.wanted) * count + torch.tensor(self.found)
+        return torch.bincount(pairs, minlength=count**2).view(count, count)
+
+    def by_class(self) -> dict[str, float]:
+        """The share of each class that was recognised; classes without examples are left out."""
+        table = self.confusion()
+        counts = table.sum(1)
+        return {name: float(table[i, i] / counts[i]) for i, name in enumerate(self.classes) if counts[i]}
+
+    def record(self) -> dict[str, Any]:
+        return {**vars(self), "accuracy_by_class": self.by_class(), "confusion": self.confusion().tolist()}
+
+    @classmethod
+    def of(cls, folder: Path) -> "Predictions | None":
+        """Those that a run has written down in its folder, checked; None while it is not finished."""
+        path = folder / f"{PREDICTIONS}.json"
+        if not path.is_file():
+            return None
+        content = read_json(path)
+        classes, wanted, found = (content.get(name) for name in ("classes", "wanted", "found"))
+        if not isinstance(classes, list) or not all(isinstance(name, str) for name in classes):
+            raise UsageError(f"{path}: expected the names of the classes")
+        for numbers in (wanted, found):
+            if not isinstance(numbers, list) or not all(
+                type(number) is int and 0 <= number < len(classes) for number in numbers
+            ):
+                raise UsageError(f"{path}: expected numbers of classes from 0 to below {len(classes)}")
+        assert isinstance(wanted, list) and isinstance(found, list)
+        if not wanted or len(wanted) != len(found):
+            raise UsageError(f"{path}: expected as many predictions as examples, found {len(found)}, {len(wanted)}")
+        return cls(classes, wanted, found)
+
+
+def confusion_picture(predictions: Predictions) -> bytes:
+    """Rows are classes, columns what they were taken for; shades are shares of a row."""
+    table = predictions.confusion()
+    shares = table / table.sum(1, keepdim=True).clamp(min=1)
+    names = [name.replace("$", r"\$") for name in predictions.classes]  # no formulas
+    figure, (axes,) = axes_of(1, square=True)
+    axes.grid(False)
+    axes.imshow(shares.tolist(), cmap="Blues", vmin=0, vmax=1)
+    places = range(len(names))
+    recognised = predictions.by_class()
+    rows = [f"{name}  {recognised[given]:.1%}" if (given := predictions.classes[i]) in recognised else name
+            for i, name in enumerate(names)]  # fmt: skip
+    axes.set_xticks(places, names, rotation=45, ha="right")
+    axes.set_yticks(places, rows)
+    axes.set(xlabel="taken for", ylabel="class, and the share that was recognised")
+    if len(names) <= 20:
+        for i in places:
+            for j in places:
+                if table[i, j]:
+                    colour = "white" if shares[i, j] > 0.5 else "black"
+                    axes.text(j, i, str(int(table[i, j])), ha="center", va="center", color=colour, fontsize="small")
+    return svg(figure)

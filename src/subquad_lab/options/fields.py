@@ -1,0 +1,164 @@
+"""Configs: flat, checked against the fields of their experiment, from YAML files and the command line.
+
+A YAML file is data: what would make Python objects (`!!python/object`) is refused by its reader.
+"""
+
+import re
+from dataclasses import asdict, fields
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import yaml
+from jsonargparse import ArgumentError, ArgumentParser
+
+from subquad_lab import UsageError
+
+PRESETS = Path(__file__).parent / "presets"
+KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false"}
+C_co = TypeVar("C_co", covariant=True)
+
+
+class Configured(Protocol[C_co]):
+    """What options need to know of an experiment."""
+
+    @property
+    def name(self) -> str:
+        """On the command line, and of its folder of presets."""
+
+    @property
+    def about(self) -> str:
+        """For the help."""
+
+    @property
+    def config(self) -> type[C_co]:
+        """A dataclass; its fields are the options."""
+
+
+def presets(name: str) -> dict[str, Path]:
+    """The configs of an experiment that come with the package."""
+    return {path.stem: path for path in sorted((PRESETS / name).glob("*.yaml"))}
+
+
+def given_fields(experiment: Configured[Any], arguments: list[str]) -> dict[str, Any]:
+    """What --preset and --config say, the later over the earlier."""
+    values: dict[str, Any] = {}
+    own = presets(experiment.name)
+    for option, value in _pairs(arguments):
+        if option == "--preset":
+            if value not in own:
+                raise UsageError(f"--preset: expected one of {', '.join(own)}, found {value!r}")
+            values |= read(own[value])
+        elif option == "--config":
+            values |= fields_of_file(experiment, Path(value))
+    return values
+
+
+def fields_of_file(experiment: Configured[Any], path: Path) -> dict[str, Any]:
+    """The fields of a file, each of its type; a run's own config names its experiment too."""
+    values = read(path)
+    of = values.pop("experiment", experiment.name)
+    if of != experiment.name:
+        raise UsageError(f"{path}: a config of the experiment {of!r}, expected {experiment.name!r}")
+    checked = typed(experiment, values, path)
+    return {field: checked[field] for field in values}
+
+
+def split_off(arguments: list[str], kind: str) -> tuple[list[str], dict[str, list[Any]]]:
+    """--grid.FIELD A,B,C and the like: the arguments without them, and the values of each field."""
+    rest, found, i = [], {}, 0
+    while i < len(arguments):
+        option, equals, value = arguments[i].partition("=")
+        i += 1
+        if not option.startswith(f"--{kind}."):
+            rest.append(option + equals + value)
+            continue
+        if not equals:
+            if i == len(arguments):
+                raise UsageError(f"{option}: expected values with commas between, found nothing")
+            value, i = arguments[i], i + 1
+        found[option.partition(".")[2].replace("-", "_")] = [_value(option, text) for text in value.split(",")]
+    return rest, found
+
+
+def _value(option: str, text: str) -> Any:
+    try:
+        number = yaml.safe_load(text)
+        return float(text) if isinstance(number, str) and _is_number(text) else number  # YAML reads 1e-3 as text.
+    except yaml.YAMLError as error:
+        raise UsageError(f"{option}: {text!r} is no value: {' '.join(str(error).split())}") from error
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _pairs(arguments: list[str]) -> list[tuple[str, str]]:
+    """Options and their values, written with a space or with =."""
+    pairs = []
+    for argument, after in zip_longest(arguments, arguments[1:], fillvalue=""):
+        option, equals, value = argument.partition("=")
+        pairs.append((option, value if equals else after))
+    return pairs
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A YAML file with fields and their values."""
+    try:
+        content = yaml.safe_load(path.read_bytes())
+    except OSError as error:
+        raise UsageError(f"{path}: {error.strerror}") from error
+    except (yaml.YAMLError, ValueError, IndexError, RecursionError) as error:  # `!!int ""` is none of its own.
+        raise UsageError(f"{path}: {' '.join(str(error).split())}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
+        raise UsageError(f"{path}: expected fields and their values, found {type(content).__name__}")
+    return content
+
+
+def typed(experiment: Configured[Any], values: dict[str, Any], source: object) -> dict[str, Any]:
+    """All fields, each of its type; `source` is named where one of them is wrong."""
+    kind = experiment.config
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(kind, as_group=False)
+    known = [field.name for field in fields(kind)]
+    for key in values:
+        if key not in known:
+            raise UsageError(f"{source}: {key!r} is no field of {experiment.name}; expected some of {', '.join(known)}")
+    try:
+        found: dict[str, Any] = parser.parse_object(values).as_dict()
+        return found
+    except ArgumentError as error:
+        raise UsageError(f"{source}: {wrong_value(error).removeprefix('--')}") from error
+
+
+def config_from(experiment: Configured[C_co], values: dict[str, Any], source: object) -> C_co:
+    """A config from its fields, which also fit each other."""
+    try:
+        return experiment.config(**typed(experiment, values, source))
+    except UsageError as error:
+        if str(error).startswith(f"{source}: "):
+            raise
+        raise UsageError(f"{source}: {error}") from error
+
+
+def with_values(experiment: Configured[C_co], config: Any, values: dict[str, Any], source: object) -> C_co:
+    """The same config with other values of some fields."""
+    return config_from(experiment, asdict(config) | values, source)
+
+
+def wrong_value(error: Exception) -> str:
+    """The parser speaks of keys, classes and unions; say which option was wrong, and what it takes."""
+    kinds = r"(?:<class '(int|float|bool)'>|typing.Literal\[(.*?)\])"
+    if found := re.match(rf'Parser key "([\w.]+)":.*?Expected a {kinds}.*value: (.*)', str(error), re.DOTALL):
+        name, kind, choices, value = found.groups()
+        option = name.rpartition(".")[2].replace("_", "-")
+        return f"--{option}: expected {KINDS[kind] if kind else f'one of {choices}'}, found {value!r}"
+    missing = r"(arguments are required: )\w+\.(\w+)"  # of the parser's own name for a positional
+    text = re.sub(missing, lambda found: found[1] + found[2].upper(), str(error))
+    return " ".join(text.split())

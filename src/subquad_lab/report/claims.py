@@ -1,0 +1,40 @@
+"""What `subquad verify --json` has printed, read again."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from subquad_lab import UsageError
+from subquad_lab.theory.claims import figure as figure_of
+
+
+def claims(path: Path) -> list[dict[str, Any]]:
+    """From JSON, whose every entry must be what `verify` writes."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise UsageError(f"--theory: cannot read {path}: {error}") from error
+    rows = found if isinstance(found, list) else []
+    if not rows or not all(_is_claim(row) for row in rows):
+        raise UsageError(f"--theory: expected {path} to hold what `subquad verify --json` prints")
+    return [
+        {**row, "checks": [{**check, "shown": figure_of(check["found"])} for check in row["checks"]]} for row in rows
+    ]
+
+
+def _is_claim(row: Any) -> bool:
+    return (
+        isinstance(row, dict)
+        and isinstance(row.get("number"), int)
+        and all(isinstance(row.get(key), str) for key in ("statement", "verdict", "subject"))
+        and isinstance(row.get("seconds"), int | float)
+        and isinstance(row.get("checks"), list)
+        and all(
+            isinstance(check, dict)
+            and isinstance(check.get("found"), int | float)
+            and isinstance(check.get("what"), str)
+            and isinstance(check.get("said"), str)
+            and isinstance(check.get("is_mistake"), bool)
+            for check in row["checks"]
+        )
+    )

@@ -1,0 +1,1 @@
+"""The machine: files that are whole, memory, and what a call takes."""

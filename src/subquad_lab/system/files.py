@@ -1,0 +1,77 @@
+"""Files that are whole or not there, also after a crash or on a full disk."""
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from subquad_lab import UsageError
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """What was there before stays until all is written."""
+    with made_whole(path) as temporary:
+        write_synced(temporary, content)
+
+
+@contextmanager
+def made_whole(path: Path) -> Iterator[Path]:
+    """A path beside it to write to; when the block ends, that is brought to the disk and put in its place."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        yield temporary
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        temporary.replace(path)
+        sync_folder(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_synced(path: Path, content: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """The names in a folder outlast a power cut only once the folder itself is on the disk."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def locked(folder: Path, wait: bool = False) -> Iterator[None]:
+    """The folder belongs to this process alone while the block runs; given back even if the process is killed."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        if fcntl is not None:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+            except BlockingIOError:
+                raise UsageError(f"{folder} is in use by another process") from None
+        yield
+    finally:
+        os.close(handle)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """An object in a JSON file, or a UsageError that names the file."""
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise UsageError(f"{path}: cannot be read as JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise UsageError(f"{path}: expected an object, found {type(content).__name__}")
+    return content

@@ -1,0 +1,268 @@
+"""One plain loop for every experiment.
+
+    loss of a batch -> gradients -> clipped -> update, with rate lr * schedule
+    now and then an evaluation, and a checkpoint from which the run goes on as if nothing had happened
+
+A batch belongs to a place in the data, (epoch, index), and to nothing else: so a run can go on anywhere. The rows of a
+batch are shared out to the processes, and within a process to the parts of an accumulated step; the step is the same.
+"""
+
+import math
+import time
+from contextlib import nullcontext
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from torch import Tensor
+
+from subquad_lab import Diverged, UsageError
+from subquad_lab.training import checkpoint, snapshot
+from subquad_lab.training.checkpoint import Checkpoint, Damaged
+from subquad_lab.training.config import Training
+from subquad_lab.training.experiment import Experiment, PartName, Task
+from subquad_lab.training.interruption import Interrupted, Interruption
+from subquad_lab.training.optimizers import make_optimizer
+from subquad_lab.training.progress import Display
+from subquad_lab.training.run import Run
+from subquad_lab.training.schedule import Progress, part_done, rate
+
+SAVE_SECONDS = 60.0
+
+
+class Trainer:
+    """One run: the model, its optimiser, and how far they have come."""
+
+    def __init__(
+        self, experiment: Experiment[Any], task: Task, settings: Training, run: Run, display: Display
+    ) -> None:  # fmt: skip
+        self.experiment, self.task, self.settings, self.run, self.display = experiment, task, settings, run, display
+        self.accelerator = Accelerator(cpu=not torch.accelerator.is_available())
+        self.rank, self.world = self.accelerator.process_index, self.accelerator.num_processes
+        self.optimizer = make_optimizer(settings.optimizer, task.model.parameters(), settings.lr, settings.momentum,
+                                        settings.weight_decay)  # fmt: skip
+        self.model, self.optimizer = self.accelerator.prepare(task.model, self.optimizer)
+        self.total = settings.steps or settings.epochs * task.batches
+        self.progress = Progress()
+        self.carry = self._mine(task.begin(settings.batch))
+        self.saved = 0.0  # seconds of training at the last checkpoint
+        self.kept = 0  # the checkpoint that this process began with
+        snapshot.seed_all(settings.seed + 1_000_003 * self.rank)  # The model was made before, alike in all processes.
+
+    # --- The loop -------------------------------------------------------------------------------------------------
+
+    def train(self) -> dict[str, Any]:
+        """Until the end, an early stop, or a signal; then the figures of the test part."""
+        with Interruption() as self.interruption, self.display, self.run:
+            self.display.begin()
+            if not checkpoint.numbers(self.run.checkpoints):
+                self.save()
+            try:
+                while True:
+                    if self._is_evaluation_due():
+                        self.evaluate()
+                        self.save()
+                    if self.is_done:
+                        break
+                    self.step()
+                    self._stop_if_asked()
+                    if self._is_saving_due():
+                        self.save()
+            except Interrupted:
+                self.save()
+                raise
+            return self.result()  # All is saved by now, and the model may change its weights.
+
+    @property
+    def is_done(self) -> bool:
+        patience = self.settings.patience
+        stopped = patience is not None and self.progress.since_best >= patience
+        return stopped or part_done(self.settings, self.progress, self.total) >= 1
+
+    def step(self) -> None:
+        """One update."""
+        begin = time.perf_counter()
+        progress, accumulate = self.progress, self.settings.accumulate
+        rows = self._mine(dict(enumerate(self.task.batch(progress.epoch, progress.index))))
+        pieces = list(zip(_cut(rows, accumulate), _cut(self.carry, accumulate), strict=True))
+        losses, carries = [], []
+        for i, (piece, carry) in enumerate(pieces):
+            last = i + 1 == accumulate
+            with nullcontext() if last else self.accelerator.no_sync(self.model):
+                mean, carried = self.task.loss(self.model, tuple(piece.values()), carry)
+                self.accelerator.backward(mean / accumulate)
+            losses.append(mean.detach())
+            carries.append(carried)
+        loss = float(self.accelerator.reduce(torch.stack(losses).mean(), "mean"))
+        norm = self._clip()
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise Diverged(
+                f"step {progress.step + 1}: the loss is {loss}, the norm of the gradient {norm}; nothing was updated, "
+                f"and the last checkpoint in {self.run.checkpoints} is kept. In a new run, try a smaller lr."
+            )
+        lr = rate(self.settings, progress, self.total)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.carry = {name: torch.cat([carried[name] for carried in carries]) for name in self.carry}
+        self._advance(self.task.count(tuple(rows.values())) * self.world, time.perf_counter() - begin)
+        if self.accelerator.is_main_process:
+            self.run.log(progress.step, {"epoch": self._epochs, "loss": loss, "gradient": norm, "lr": lr})
+            self.display.step(progress.step, part_done(self.settings, progress, self.total), loss,
+                              progress.units / max(progress.seconds, 1e-9), self.experiment.unit)  # fmt: skip
+
+    def _clip(self) -> float:
+        """The norm of all gradients, before they are clipped."""
+        limit = math.inf if self.settings.clip is None else self.settings.clip
+        return float(self.accelerator.clip_grad_norm_(self.model.parameters(), limit))
+
+    def _advance(self, units: int, seconds: float) -> None:
+        progress = self.progress
+        progress.step += 1
+        progress.units += units
+        spent = torch.tensor(progress.seconds + seconds, dtype=torch.float64, device=self.accelerator.device)
+        progress.seconds = float(self.accelerator.reduce(spent, "mean"))  # All processes must agree on the end.
+        progress.index += 1
+        if progress.index == self.task.batches:
+            progress.epoch, progress.index = progress.epoch + 1, 0
+            self.carry = self._mine(self.task.begin(self.settings.batch))
+
+    def _is_evaluation_due(self) -> bool:
+        step = self.progress.step
+        every = self.settings.evaluate_every or self.task.batches
+        return step > self.progress.evaluated and (step % every == 0 or self.is_done)
+
+    def evaluate(self) -> None:
+        """On the validation part; the best value so far is remembered."""
+        figures = self._figures("valid")
+        progress, value = self.progress, figures[self.experiment.measure]
+        progress.evaluated = progress.step
+        if self._is_better(value):
+            progress.best, progress.best_step, progress.since_best = value, progress.step, 0
+        else:
+            progress.since_best += 1
+        if self.accelerator.is_main_process:
+            named = {f"valid/{name}": figure for name, figure in figures.items()}
+            timing = {"seconds": progress.seconds, "speed": progress.units / max(progress.seconds, 1e-9)}
+            self.run.log(progress.step, {"epoch": self._epochs, **named}, timing)
+            best = "none" if progress.best is None else f"{progress.best:.4g}, step {progress.best_step:,}"
+            self.display.evaluated(progress.step, figures, f"{self.experiment.measure} {best}", self.is_done)
+
+    def _is_better(self, value: float) -> bool:
+        best = self.progress.best
+        if best is None:
+            return not math.isnan(value)
+        return value > best if self.experiment.higher_is_better else value < best
+
+    @property
+    def _epochs(self) -> float:
+        """Passes over the training part so far."""
+        return self.progress.step / self.task.batches
+
+    def _figures(self, part: PartName) -> dict[str, float]:
+        self.task.model.eval()
+        try:
+            return self.task.evaluate(part, self._stop_if_asked)
+        finally:
+            self.task.model.train()
+
+    def result(self) -> dict[str, Any]:
+        """The end: the chosen weights on the test part."""
+        progress = self.progress
+        chosen = progress.step
+        if self.settings.weights == "best" and progress.best_step:
+            best = checkpoint.best(self.run.checkpoints, progress.best_checkpoint)
+            snapshot.load_model(self.task.model, best)
+            chosen = best.state["progress"]["step"]
+        return {
+            "valid": self._figures("valid"), "test": self._figures("test"), "weights_of_step": chosen,
+            "steps": progress.step, "epochs": self._epochs, "seconds": progress.seconds,
+            f"{self.experiment.unit}_per_second": progress.units / max(progress.seconds, 1e-9), "processes": self.world,
+        }  # fmt: skip
+
+    # --- Several processes ----------------------------------------------------------------------------------------
+
+    def _mine(self, rows: dict[Any, Tensor]) -> dict[Any, Tensor]:
+        """This process's rows of a batch."""
+        size = self.settings.batch // self.world
+        mine = slice(self.rank * size, (self.rank + 1) * size)
+        return {name: tensor[mine].to(self.accelerator.device) for name, tensor in rows.items()}
+
+    def _stop_if_asked(self) -> None:
+        number = self.interruption.number or 0
+        if self.world > 1:  # A signal may have reached one process alone.
+            number = int(self.accelerator.gather(torch.tensor([number], device=self.accelerator.device)).max())
+        if number:
+            raise Interrupted(number)
+
+    # --- Checkpoints ----------------------------------------------------------------------------------------------
+
+    def _is_saving_due(self) -> bool:
+        if self.settings.save_every is not None:
+            return self.progress.step % self.settings.save_every == 0
+        return self.progress.seconds - self.saved > SAVE_SECONDS  # On these seconds all processes agree.
+
+    def save(self) -> None:
+        """All processes take part; the main one writes."""
+        number = checkpoint.next_number(self.run.checkpoints)  # Before the others let the main process write.
+        before = self.progress.best_checkpoint  # Kept once more, for the checkpoint that still names it.
+        if self.progress.best_step == self.progress.step > 0:
+            self.progress.best_checkpoint = number
+        generator, others = snapshot.random_numbers()
+        generators = self.accelerator.gather(generator[None].to(self.accelerator.device))
+        everyone = self._gathered(others)
+        carry = {name: self.accelerator.gather(tensor.contiguous()) for name, tensor in self.carry.items()}
+        if self.accelerator.is_main_process:
+            tensors, numbers = snapshot.pack_optimizer(self.optimizer)
+            tensors |= snapshot.pack("model", self.accelerator.unwrap_model(self.model).state_dict())
+            tensors |= snapshot.pack("carry", carry)
+            tensors |= {f"random.torch.{i}": state for i, state in enumerate(generators)}
+            state = {
+                "progress": asdict(self.progress),
+                "optimizer": numbers,
+                "random": everyone,
+                "logs": self.run.size(),
+            }
+            kept = {self.progress.best_checkpoint, before, self.kept}
+            checkpoint.save(self.run.checkpoints, number, Checkpoint(tensors, state), kept)
+        self.accelerator.wait_for_everyone()
+        self.saved = self.progress.seconds
+
+    def restore(self, found: Checkpoint) -> None:
+        """Go on from a checkpoint, also from one of another number of processes."""
+        try:
+            snapshot.load_model(self.task.model, found)
+            snapshot.unpack_optimizer(self.optimizer, found.tensors, found.state["optimizer"])
+            self.progress = Progress(**found.state["progress"])
+            carry = snapshot.unpack("carry", found.tensors)
+            shapes = {name: tensor.shape for name, tensor in self.task.begin(self.settings.batch).items()}
+            if {name: tensor.shape for name, tensor in carry.items()} != shapes:
+                raise ValueError(f"carries {carry}, where {shapes} was expected")
+            self.carry = self._mine(carry)
+            generators = snapshot.unpack("random.torch", found.tensors)
+            if str(self.rank) in generators:
+                snapshot.set_random_numbers(generators[str(self.rank)], found.state["random"][self.rank])
+            else:  # There were fewer processes.
+                snapshot.seed_all(self.settings.seed + 1_000_003 * self.rank + self.progress.step)
+            if self.accelerator.is_main_process:
+                self.run.rewind(found.state["logs"])
+        except (KeyError, TypeError, ValueError, RuntimeError, IndexError, AttributeError) as error:
+            if isinstance(error, UsageError):
+                raise
+            raise Damaged(f"checkpoint {found.path}: not of this run: {type(error).__name__}: {error}") from error
+        self.kept = int(found.path.name) if found.path else 0
+
+    def _gathered(self, entry: dict[str, Any]) -> list[dict[str, Any]]:
+        if self.world == 1:
+            return [entry]
+        gathered: list[dict[str, Any]] = gather_object([entry])
+        return gathered
+
+
+def _cut(rows: dict[Any, Tensor], parts: int) -> list[dict[Any, Tensor]]:
+    """The rows in equal parts."""
+    pieces = {name: tensor.chunk(parts) for name, tensor in rows.items()}
+    return [{name: piece[i] for name, piece in pieces.items()} for i in range(parts)]

@@ -1,0 +1,146 @@
+"""Runs that differ in their seed alone: what one run cannot say of its figures, several can.
+
+folder/           one seed: the run itself
+folder/seed-7/    several: a run for each; beside them are the config of all, and what they come to together
+"""
+
+import json
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from subquad_lab import UsageError
+from subquad_lab.figures import intervals
+from subquad_lab.figures.plots import compared
+from subquad_lab.options.fields import config_from, read
+from subquad_lab.training import lifecycle
+from subquad_lab.training.config import Training
+from subquad_lab.training.experiment import Experiment
+from subquad_lab.training.interruption import Interrupted
+from subquad_lab.training.lifecycle import Job
+from subquad_lab.training.processes import agreed, processes
+from subquad_lab.training.run import ABOUT, CONFIG, CURVES, RESULT, Run
+
+SUMMARY = "summary.json"
+
+
+@dataclass(frozen=True)
+class Series:
+    """Finished runs, and their results."""
+
+    folder: Path
+    runs: list[Run]
+    results: list[dict[str, Any]]
+
+    def values(self, part: str, figure: str) -> list[float]:
+        """One for each seed."""
+        return [result[part][figure] for result in self.results]
+
+    def mean(self, part: str, figure: str) -> float:
+        return fmean(self.values(part, figure))
+
+    def shown(self, part: str, figure: str) -> str:
+        """With its interval, where there are seeds enough for one."""
+        values = self.values(part, figure)
+        return str(intervals.over_seeds(values)) if len(values) > 1 else f"{values[0]:.4g}"
+
+
+def train(experiment: Experiment[Any], config: Training, place: Path, numbered: bool = False) -> Series:
+    """Train a run for each seed, or go on with those that are there.
+
+    Args:
+        experiment: What is trained.
+        config: How; if the folder is there, the same as before.
+        place: The folder of the run, or of the series.
+        numbered: Whether `place` is the folder of many, and the new one gets the next number in it.
+    """
+    config = lifecycle.settled(config)
+    whole, first = _folder(experiment, config, place, numbered)
+    made: list[Run] = []
+    results: list[dict[str, Any]] = []
+    for folder, own in members(whole.folder, config).items():
+        try:
+            is_begun = agreed((folder / ABOUT).is_file())  # Else one process could see what another has just made.
+            result = Run.open(folder).result() if is_begun else None
+            if result is None:
+                job = first or _job(experiment, own, folder, is_begun)
+                title = f"{experiment.name}, {folder.name}" if config.seeds > 1 else experiment.name
+                with lifecycle.trainer(job, title) as trainer:
+                    result = lifecycle.finish(job, trainer.train())
+        except Interrupted as error:
+            error.folder = whole.folder
+            raise
+        made.append(Run(folder))
+        results.append(result)
+    check_same_data(made)
+    series = Series(whole.folder, made, results)
+    if config.seeds > 1 and processes().is_main_process:
+        whole.write(CURVES, compared({run.name: [run] for run in made}, experiment))
+        whole.write(SUMMARY, json.dumps(summary(series), indent=1).encode())
+    return series
+
+
+def _folder(experiment: Experiment[Any], config: Training, place: Path, numbered: bool) -> tuple[Run, Job | None]:
+    """The folder of all; and the job, where it is a new run. Wrong data are told before there is a folder."""
+    if not numbered and (place / CONFIG).is_file():
+        _check_same(experiment, config, Run(place))
+        return Run(place), None
+    root, name = (place, None) if numbered else (place.parent, place.name)
+    if config.seeds == 1:
+        job = lifecycle.begin(experiment, config, root, name)
+        return job.run, job
+    lifecycle.build(experiment, config)
+    return lifecycle.create(experiment, config, root, name, lambda run: None), None
+
+
+def _check_same(experiment: Experiment[Any], config: Training, found: Run) -> None:
+    path = found.folder / CONFIG
+    values = read(path)
+    of = values.pop("experiment", None)
+    if of != experiment.name:
+        raise UsageError(f"--out: {found.folder} holds a run of {of}; expected the same, or a new folder")
+    other = lifecycle.settled(config_from(experiment, values, path))
+    differing = [field for field, value in vars(config).items() if vars(other)[field] != value]
+    if differing:
+        what = f"with another {', '.join(differing)}"
+        raise UsageError(f"--out: {found.folder} holds a run {what}; expected the same, or a new folder")
+
+
+def _job(experiment: Experiment[Any], config: Training, folder: Path, is_begun: bool) -> Job:
+    if is_begun:
+        return lifecycle.reopen(experiment, config, Run(folder))
+    return lifecycle.begin(experiment, config, folder.parent, folder.name)
+
+
+def check_same_data(made: list[Run]) -> None:
+    """Figures of different data have no mean, and no difference."""
+    first, *others = made
+    for run in others:
+        if run.about()["data"].get("sha256") != first.about()["data"].get("sha256"):
+            raise UsageError(f"{run.folder}: its data are not those of {first.folder}; expected a new folder")
+
+
+def members(folder: Path, config: Training) -> dict[Path, Training]:
+    """The folder and the config of each run."""
+    if config.seeds == 1:
+        return {folder: config}
+    seeds = range(config.seed, config.seed + config.seeds)
+    return {folder / f"seed-{seed}": replace(config, seed=seed, seeds=1) for seed in seeds}
+
+
+def finished(folder: Path, config: Training) -> Series:
+    """What is there; all of its runs have a result."""
+    made = [Run.open(place) for place in members(folder, config)]
+    return Series(folder, made, [run.read_json(RESULT) for run in made])
+
+
+def summary(series: Series) -> dict[str, Any]:
+    """Of each figure the values, their mean, and half of the 95 % interval."""
+    parts: dict[str, Any] = {"runs": [run.name for run in series.runs]}
+    for part in ("valid", "test"):
+        parts[part] = {}
+        for figure in series.results[0][part]:
+            values = series.values(part, figure)
+            parts[part][figure] = asdict(intervals.over_seeds(values)) | {"values": values}
+    return parts

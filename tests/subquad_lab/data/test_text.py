@@ -1,0 +1,119 @@
+"""Text for the language model: the right words in the right part, and clear words about what is no text."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from subquad_lab import UsageError
+from subquad_lab.data import text as module
+from subquad_lab.data.text import END, UNKNOWN, load_text, paragraphs_of, words_of
+
+TREEBANK = Path(__file__).parents[4] / "shared" / "data" / "ptb"
+
+
+def words(corpus, part: str) -> list[str]:
+    return [corpus.words[i] for i in getattr(corpus, part)]
+
+
+def test_the_embedded_text_is_pythons_documentation_split_by_topic():
+    from pydoc_data.topics import topics
+
+    corpus = load_text()
+    parts = {part: " ".join(words(corpus, part)) for part in module.PARTS}
+    assert len(corpus.words) > 1000
+    assert len(corpus.train) > 5 * len(corpus.test) > 0
+    found = dict.fromkeys(module.PARTS, 0)
+    place = {word: i for i, word in enumerate(corpus.words)}
+    for topic in topics.values():
+        said = " ".join(word if word in place else UNKNOWN for word in paragraphs_of(topic))
+        inside = [part for part, text in parts.items() if said in text]
+        assert inside, topic[:50]
+        if len(said.split()) > 40:
+            assert len(inside) == 1  # A topic is in one part alone.
+            found[inside[0]] += 1
+    assert all(found.values())
+
+
+def test_the_vocabulary_comes_from_the_training_part_alone(tmp_path):
+    (tmp_path / "train.txt").write_text("a b a\nb c\n")
+    (tmp_path / "valid.txt").write_text("a new b\n")
+    (tmp_path / "test.txt").write_text("c other\n")
+    corpus = load_text(str(tmp_path))
+    assert corpus.words == (UNKNOWN, END, "a", "b", "c")
+    assert words(corpus, "train") == ["a", "b", "a", END, "b", "c", END]
+    assert words(corpus, "valid") == ["a", UNKNOWN, "b", END]
+    assert words(corpus, "test") == ["c", UNKNOWN, END]
+
+
+@pytest.mark.parametrize("pattern", ["ptb.{}.txt", "wiki.{}.tokens", "{}.txt"])
+def test_all_naming_schemes_are_known(pattern, tmp_path, capsys):
+    for part in module.PARTS:
+        (tmp_path / pattern.format(part)).write_text(f"one two {part}\n")
+    assert words(load_text(str(tmp_path)), "train") == ["one", "two", "train", END]
+    assert ("expected f26c4b92c5fdc7b3f8c7cdcb991d8420" in capsys.readouterr().err) == pattern.startswith("ptb")
+
+
+@pytest.mark.skipif(not TREEBANK.is_dir(), reason="the Penn Treebank is not beside the project")
+def test_the_penn_treebank_has_its_published_size(capsys):
+    corpus = load_text(str(TREEBANK))
+    assert (len(corpus.train), len(corpus.valid), len(corpus.test)) == (929_589, 73_760, 82_430)
+    assert len(corpus.words) == 10_000
+    assert corpus.name == "Penn Treebank"
+    assert capsys.readouterr().err == ""  # The checksums are right.
+
+
+def test_plain_text_is_split_by_file_or_by_place(tmp_path):
+    for i in range(30):
+        (tmp_path / f"{i:02d}.md").write_text(f"Text number{i}, it says.\n\nA second paragraph, number{i}.\n\n" * 3)
+    corpus = load_text(str(tmp_path))
+    assert sum(len(getattr(corpus, part)) for part in module.PARTS) == 30 * 3 * (7 + 7)
+    few = tmp_path / "few"
+    few.mkdir()
+    (few / "one.txt").write_text("word " * 1000)
+    corpus = load_text(str(few))
+    assert [len(getattr(corpus, part)) for part in module.PARTS] == [800, 100, 101]
+
+
+def test_words_are_words_numbers_and_marks():
+    assert words_of("Don't use `x[3]`, äh?") == ["don", "'", "t", "use", "`", "x", "[", "3", "]", "`", ",", "äh", "?"]
+    assert paragraphs_of("One\ntwo.\n\n \n\nThree") == ["one", "two", ".", END, "three", END]
+
+
+def test_the_checksum_tells_texts_apart(text):
+    first = load_text(str(text)).checksum
+    assert load_text(str(text)).checksum == first
+    (text / "test.txt").write_text((text / "test.txt").read_text() + "w1\n")
+    assert load_text(str(text)).checksum != first
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({}, "expected files *.txt, *.md, *.rst in "),
+        ({"a.bin": b"x"}, "expected files *.txt"),
+        ({"a.txt": b"a\0b"}, "a.txt is no text: it has zero bytes"),
+        ({"a.txt": b"abc \xff"}, "a.txt is not UTF-8: byte 4 is 0xff"),
+        ({"a.txt": b""}, "has 0 words; expected more text"),
+        ({"train.txt": b"a b c", "valid.txt": b"a b c"}, "has no test.txt, which belongs to text in three parts"),
+        ({"ptb.train.txt": b"a"}, "has no ptb.valid.txt, which belongs to Penn Treebank"),
+    ],
+)
+def test_what_is_no_text_is_named(files, message, tmp_path):
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(UsageError, match=re.escape(message)):
+        load_text(str(tmp_path))
+
+
+def test_what_cannot_be_read_is_named(tmp_path, monkeypatch):
+    with pytest.raises(UsageError, match="there is no folder"):
+        load_text(str(tmp_path / "no"))
+    (tmp_path / "a.txt").write_text("some words")
+
+    def refused(path):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", refused)  # Root may read everything, so a real file would not do.
+    with pytest.raises(UsageError, match=r"cannot read .*a.txt: Permission denied"):
+        load_text(str(tmp_path))
