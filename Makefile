@@ -40,7 +40,7 @@ mutants: .venv/installed ## break the library on purpose and count the breaks th
 	@$(BIN)/python tools/mutants.py
 
 docs: .venv/installed ## build the documentation in site/; warnings are errors
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "The site is in site/: open site/index.html, or with search: $(BIN)/python -m http.server -d site"
 
 theory: .venv/installed ## write docs/theory.md from the claims of `subquad verify`
