@@ -3,8 +3,8 @@
     <!-- commands -->                          every subcommand with its options, from the parser
     <!-- presets: language -->                 the presets of an experiment, from their YAML files
     <!-- published: language -->               figures of others, from the experiment
-    <!-- results: sparse # Window | 8,192 -->  a table of the newest benchmarks/results/sparse_DATE.md: the first one under
-                                               a heading that begins like this, of its rows those that begin like this
+    <!-- results: sparse # Window | 8,192 -->  the table under the heading "Window" of the newest results of sparse.py;
+                                               of its rows, those whose first cell is "8,192"
     $$ formula $$                              MathML
 
 The results themselves are pages too, in results/.

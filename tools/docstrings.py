@@ -1,8 +1,8 @@
 """Docstrings as the documentation tools expect them: an extension of griffe, which parses them for the API reference.
 
-    Example:               -> Examples:         griffe knows the plural only
-    a, b: As for `cost`.   -> a: As for `cost`. one line for each parameter
-                              b: As for `cost`.
+Example:               -> Examples:         griffe knows the plural only
+a, b: As for `cost`.   -> a: As for `cost`. one line for each parameter
+                          b: As for `cost`.
 """
 
 import re
