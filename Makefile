@@ -4,7 +4,7 @@ BIN := .venv/bin
 
 # A virtual machine can advertise AMX and not allow it; a bfloat16 product then dies with an illegal
 # instruction. oneDNN reads this limit when torch is loaded, so it must be set before Python starts.
-test bench demo mutants sanitize: export ONEDNN_MAX_CPU_ISA = AVX512_CORE_BF16
+test bench demo mutants theory sanitize: export ONEDNN_MAX_CPU_ISA = AVX512_CORE_BF16
 
 # pip applies -c to what it installs but not to its isolated build environment; these two variables
 # (the first for older pips, the second for newer ones) pin that as well.
@@ -13,7 +13,7 @@ PIP_INSTALL := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.t
 
 KERNELS := $(wildcard src/subquad/native/src/*.cpp src/subquad/native/src/*.h)
 
-.PHONY: help demo test lint bench mutants docs wheel hub-kernel sanitize clean
+.PHONY: help demo test lint bench mutants docs theory wheel hub-kernel sanitize clean
 .DEFAULT_GOAL := help
 
 help: ## show this list
@@ -39,7 +39,11 @@ bench: .venv/installed-bench ## measure against torch and performer-pytorch, wri
 mutants: .venv/installed ## break the library on purpose and count the breaks that the tests notice
 	@$(BIN)/python tools/mutants.py
 
-docs: .venv/installed ## write docs/theory.md from the claims of `subquad verify`
+docs: .venv/installed ## build the documentation in site/; warnings are errors
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "The site is in site/: open site/index.html, or with search: $(BIN)/python -m http.server -d site"
+
+theory: .venv/installed ## write docs/theory.md from the claims of `subquad verify`
 	@$(BIN)/python tools/theory_page.py
 
 wheel: .venv/installed ## build dist/subquad-*.whl, with the kernels, for Linux systems as new as this
@@ -52,7 +56,7 @@ sanitize: .venv/installed ## run the tests of the kernels under AddressSanitizer
 	@$(BIN)/python tools/sanitize.py
 
 clean: ## remove what the other targets made
-	rm -rf .venv build dist src/*.egg-info src/subquad/native/_kernels* .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv build dist site src/*.egg-info src/subquad/native/_kernels* .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 .venv/bin/python:

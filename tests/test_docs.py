@@ -1,4 +1,4 @@
-"""The documentation's Python runs, and the tree in the README is the tree on disk."""
+"""The documentation's Python runs, and the tree on its pages is the tree on disk."""
 
 import re
 from pathlib import Path
@@ -33,13 +33,21 @@ def test_code_of_the_page_runs(page, tmp_path, monkeypatch):
         exec(compile(block, f"{page.name}, block {number}", "exec"), namespace)
 
 
+def test_no_code_is_overlooked():
+    indented = [page.name for page in PAGES if re.search(r"^[ \t]+```python", page.read_text(), flags=re.MULTILINE)]
+    assert indented == []
+
+
 def test_readme_has_code_to_run():
     assert blocks((ROOT / "README.md").read_text(), "python")
 
 
-def test_tree_in_the_readme_exists():
-    (tree,) = blocks((ROOT / "README.md").read_text(), "tree")
-    missing = [path for path in tree_paths(tree) if not (ROOT / path).exists()]
+def test_trees_on_the_pages_exist():
+    trees = {page.name: blocks(page.read_text(), "tree") for page in PAGES}
+    assert trees["architecture.md"]
+    missing = [
+        path for found in trees.values() for tree in found for path in tree_paths(tree) if not (ROOT / path).exists()
+    ]
     assert missing == []
 
 

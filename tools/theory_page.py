@@ -1,4 +1,4 @@
-"""Writes docs/theory.md and its pictures from the claims of `subquad verify`: make docs.
+"""Writes docs/theory.md and its pictures from the claims of `subquad verify`: make theory.
 
 A test compares the page with what would be written now.
 """
@@ -14,7 +14,7 @@ TITLES = {"attention": "Attention", "recurrence": "Recurrent networks", "optimiz
 HEAD = """# The theory, checked
 
 `subquad verify` runs the claims below: each is stated, checked on numbers, and can fail. This page is what it found
-with seed 0; `make docs` writes it, and a test keeps it current. `subquad verify 12 --explain` does the same for one
+with seed 0; `make theory` writes it, and a test keeps it current. `subquad verify 12 --explain` does the same for one
 claim here and now."""
 
 

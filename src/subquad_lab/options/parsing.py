@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from importlib.metadata import version
-from typing import Any
+from typing import Any, NamedTuple
 
 from docstring_parser import parse
 from jsonargparse import ArgumentParser
@@ -33,13 +33,41 @@ class Options(ArgumentParser):
         return super().add_argument(*(name.replace("_", "-") for name in names), **settings)
 
 
+class Parser(NamedTuple):
+    """The parser of a command line, and what was found in it before it is parsed."""
+
+    options: Options
+    arguments: list[str]  # without --grid.FIELD and --span.FIELD
+    experiments: Experiments  # all of them, if the command is about one
+    searched: dict[str, Any]  # the values of --grid.FIELD and --span.FIELD
+
+
 def call(
     commands: Sequence[Command],
     of_experiments: dict[str, str],
     arguments: list[str],
     experiments: Callable[[], Experiments],
 ) -> None:
-    """Call the command that the arguments name.
+    """Call the command that the arguments name; arguments as for `parser_of`."""
+    parser, arguments, known, searched = parser_of(commands, of_experiments, arguments, experiments)
+    chosen = parser.parse_args(arguments)
+    function = {command.__name__: command for command in commands}[chosen.subcommand]
+    given = chosen[chosen.subcommand].as_dict()
+    if chosen.subcommand not in of_experiments:
+        function(**given)
+        return
+    experiment = known.get(given["experiment"])
+    with naming_options(experiment):
+        function(**with_config(given, experiment) | searched)
+
+
+def parser_of(
+    commands: Sequence[Command],
+    of_experiments: dict[str, str],
+    arguments: list[str],
+    experiments: Callable[[], Experiments],
+) -> Parser:
+    """Return the parser of these arguments; the documentation reads it too.
 
     Args:
         commands: Functions; those of experiments get `experiment` and `config`.
@@ -70,16 +98,7 @@ def call(
                 options.add_argument(given, nargs="+", help=help)
             else:
                 options.add_argument(given, nargs="*", default=[], help=help)
-
-    chosen = parser.parse_args(arguments)
-    function = {command.__name__: command for command in commands}[chosen.subcommand]
-    given = chosen[chosen.subcommand].as_dict()
-    if chosen.subcommand not in of_experiments:
-        function(**given)
-        return
-    experiment = known.get(given["experiment"])
-    with naming_options(experiment):
-        function(**with_config(given, experiment) | searched)
+    return Parser(parser, arguments, known, searched)
 
 
 def add_experiments(
