@@ -43,8 +43,9 @@ docs: .venv/installed ## build the documentation in site/; warnings are errors
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "The site is in site/: open site/index.html, or with search: $(BIN)/python -m http.server -d site"
 
-theory: .venv/installed ## write docs/theory.md from the claims of `subquad verify`
+theory: .venv/installed ## write docs/theory.md from the claims, and docs/speed.svg from the results
 	@$(BIN)/python tools/theory_page.py
+	@$(BIN)/python tools/speed_figure.py
 
 wheel: .venv/installed ## build dist/subquad-*.whl, with the kernels, for Linux systems as new as this
 	@$(BIN)/python tools/wheel.py

@@ -186,3 +186,11 @@ def test_a_result_that_is_missing_is_reported() -> None:
     ):
         with pytest.raises(LookupError):
             docs_hooks.expanded(f"<!-- {marker} -->")
+
+
+def test_the_figure_of_the_readme_shows_the_newest_results() -> None:
+    import speed_figure
+
+    assert (ROOT / "docs/speed.svg").read_bytes() == speed_figure.figure()
+    _, lines = speed_figure.lines()
+    assert len(lines) == 5 and all(len(line) >= 4 for line in lines.values())

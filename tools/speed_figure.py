@@ -1,4 +1,4 @@
-"""Write docs/speed.svg, the figure of the README, from the newest pages in benchmarks/results: `make docs`.
+"""Write docs/speed.svg, the figure of the README, from the newest pages in benchmarks/results: `make theory`.
 
 speedup = time of torch's causal SDPA / time of the method     same machine, same process, forward pass
 """
