@@ -313,6 +313,48 @@ def test_files_that_are_no_pictures_are_told(content, small, tmp_path, complaint
     assert "IMAGES" in complaint(["predict", run])
 
 
+def test_one_bad_file_does_not_keep_the_others_from_being_predicted(small, tmp_path, capfd):
+    assert main(["train", "images", f"--data={small}", f"--out={tmp_path}", "--seeds=1", "--steps=1"]) == 0
+    capfd.readouterr()
+    bad, first, last = (str(tmp_path / name) for name in ("bad.png", "first.png", "last.png"))
+    (tmp_path / "bad.png").write_bytes(b"hello")
+    for file in (first, last):
+        Image.new("L", (12, 12), 99).save(file)
+    assert main(["predict", str(tmp_path / "images-001"), first, bad, "nowhere.png", last]) == 1
+    out, err = capfd.readouterr()
+    assert [line.partition(": ")[0] for line in out.splitlines()] == [first, last]
+    assert err.splitlines()[0].startswith(f"subquad: error: IMAGES: {bad} cannot be read as a picture")
+    assert err.splitlines()[1:] == [
+        "subquad: error: IMAGES: there is no file nowhere.png",
+        "subquad: error: 2 of 4 pictures cannot be read",
+    ]
+    assert main(["predict", str(tmp_path / "images-001"), bad, bad]) == 1
+    assert capfd.readouterr().out == ""
+
+
+@pytest.mark.parametrize("is_light", [True, False])
+def test_predict_says_when_a_picture_has_the_opposite_polarity(is_light, tmp_path, capfd):
+    squares = np.zeros((50, 12, 12), np.uint8)
+    squares[:, 3:9, 3:9] = 200
+    data = squares if is_light else 255 - squares
+    parts = {f"{part}_images": data[:count] for part, count in (("train", 50), ("val", 20), ("test", 21))}
+    file = write_pictures(tmp_path / "squares.npz", **parts)
+    assert main(["train", "images", f"--data={file}", f"--out={tmp_path}", "--seeds=1", "--steps=1"]) == 0
+    same, opposite, plain = (str(tmp_path / f"{name}.png") for name in ("same", "opposite", "plain"))
+    Image.fromarray(data[0]).save(same)
+    Image.fromarray(255 - data[0]).save(opposite)
+    Image.new("L", (12, 12), 255).save(plain)
+    capfd.readouterr()
+    assert main(["predict", str(tmp_path / "images-001"), same, opposite, plain]) == 0
+    out, err = capfd.readouterr()
+    assert len(out.splitlines()) == 3
+    found, usual = ("dark on light", "light on dark") if is_light else ("light on dark", "dark on light")
+    assert err == (
+        f"subquad: warning: {opposite} is {found}, and the pictures that the model was trained on are {usual}: "
+        "invert it\n"
+    )
+
+
 def test_pictures_with_16_bits_and_with_transparency_are_what_they_look_like(tmp_path):
     ramp = np.tile(np.linspace(0, 65535, 28), (28, 1)).astype(np.uint16)
     Image.fromarray(ramp).save(tmp_path / "deep.png")
