@@ -88,7 +88,7 @@ def over_seeds(group: str, runs: list[Run], measure: str) -> dict[str, str]:
     for part in ("valid", "test"):
         values = [result[part].get(measure) for result in results if result is not None]
         whole = len(values) == len(runs) and None not in values
-        row[part] = str(intervals.over_seeds(values)) if whole else "not finished"
+        row[part] = intervals.shown(values, measure) if whole else "not finished"
     return row
 
 

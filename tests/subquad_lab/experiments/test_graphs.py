@@ -207,7 +207,7 @@ def test_features_are_divided_by_their_sum_and_empty_rows_stay():
 def test_train_leaves_pictures_and_records_over_seeds(tmp_path, capfd):
     assert main(["train", "graphs", "--seeds=3", "--epochs=60", f"--out={tmp_path}"]) == 0
     shown = capfd.readouterr().out
-    assert "test, mean of 3 seeds +- 95 % interval: accuracy 0." in shown
+    assert "test, mean of 3 seeds and 95 % interval: accuracy 0." in shown
     folder = tmp_path / "graphs-001" / "seed-2"
     for name in ("confusion", "norms", "embedding", "curves"):
         assert b"<svg" in (folder / f"{name}.svg").read_bytes()

@@ -179,7 +179,7 @@ def test_train_makes_a_series_with_pictures_and_a_summary(small, tmp_path, capfd
     folder = tmp_path / "images-001"
     runs = [Run(folder / f"seed-{seed}") for seed in (0, 1)]
     values = [run.result()["test"]["accuracy"] for run in runs]
-    assert re.search(rf"^test, mean of 2 seeds \+- 95 % interval: accuracy {np.mean(values):.4g} \+- ", shown)
+    assert re.search(rf"^test, mean of 2 seeds and 95 % interval: accuracy {np.mean(values):.4g} (\+- |\()", shown)
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["test"]["accuracy"]["values"] == values
     assert summary["test"]["accuracy"]["mean"] == pytest.approx(np.mean(values))
