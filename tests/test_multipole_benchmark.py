@@ -24,6 +24,6 @@ def test_the_script_writes_a_page_and_its_data(multipole: Any, tmp_path: Path, m
 
 def test_perplexity_before_and_after(decoder: Any, capsys: Any, monkeypatch: Any) -> None:
     monkeypatch.setattr(decoder, "LENGTH", 600)
-    decoder.main()
+    decoder.main([])
     exact, multipole = map(float, re.findall(r"perplexity ([\d.]+)", capsys.readouterr().out))
     assert 5 < exact < 40 and abs(multipole / exact - 1) < 0.03

@@ -44,9 +44,9 @@ keeps it: the quickest one whose error, times a margin of {margin:g}, is within 
 {names}: predicted speed of the layer's attention against exact attention, if longer texts have logits like these. A
 window sees a smaller part of a longer text: measure it there too."""
 STRICT = """\
-An error of {max_error:g} in each layer is stricter than perplexity needs: with Multipole() in all 30 layers of SmolLM2-135M,
-at errors of about 0.03 that a bound of 0.05 refuses for its margin, perplexity on 4,096 tokens rises by 0.8 %. Try
---max-error 0.1 and measure the perplexity of your own model."""
+An error of {max_error:g} in each layer is stricter than perplexity needs: with Multipole() in all 30 layers of
+SmolLM2-135M, whose errors of about 0.03 are too large for 0.05 with its margin, perplexity on 4,096 tokens rises by
+0.8 %. Try --max-error 0.1, and measure the perplexity of your own model."""
 
 
 @dataclass(frozen=True)

@@ -36,8 +36,8 @@ def run(folder: str, files: list[str]) -> None:
         raise refused[0]
     if pictures:
         _predict(task, names, torch.stack(pictures))
-    for error in refused:
-        print("subquad: error:", " ".join(str(error).split()), file=sys.stderr)
+    for reason in refused:
+        print("subquad: error:", " ".join(str(reason).split()), file=sys.stderr)
     if refused:
         raise RunError(f"{len(refused)} of {len(files)} pictures cannot be read")
 

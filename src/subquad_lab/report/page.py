@@ -59,9 +59,8 @@ def section(experiment: Experiment[Any], runs: dict[str, Run], entries: dict[str
     groups = alike(runs)
     together = inline(compared(groups, experiment), f"{name}-0") if len(runs) > 1 else ""
     seeds = [over_seeds(group, found, measure) for group, found in groups.items() if len(found) > 1]
-    return {"name": name, "question": experiment.question, "measure": measure, "entries": [entries[place] for place in runs],
-            "seeds": seeds,
-            "together": together, "published": experiment.published}  # fmt: skip
+    return {"name": name, "question": experiment.question, "measure": measure, "seeds": seeds, "together": together,
+            "entries": [entries[place] for place in runs], "published": experiment.published}  # fmt: skip
 
 
 def alike(runs: dict[str, Run]) -> dict[str, list[Run]]:
