@@ -300,12 +300,18 @@ def test_predict_says_class_and_probability(small, tmp_path, capfd):
         assert float(chance) > 1 / 3
 
 
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> str:
+    """A run that has hardly begun, and is only read."""
+    root = tmp_path_factory.mktemp("images")
+    data = write_pictures(root / "small.npz")
+    assert main(["train", "images", f"--data={data}", f"--out={root}", "--seeds=1", "--steps=1"]) == 0
+    return str(root / "images-001")
+
+
 @pytest.mark.parametrize("content", [b"", b"GIF89a", b"\x89PNG\r\n\x1a\n" + b"\0" * 50, b"hello"])
-def test_files_that_are_no_pictures_are_told(content, small, tmp_path, complaint, capfd):
-    assert main(["train", "images", f"--data={small}", f"--out={tmp_path}", "--seeds=1", "--steps=1"]) == 0
-    capfd.readouterr()
+def test_files_that_are_no_pictures_are_told(content, run, tmp_path, complaint):
     (tmp_path / "x.png").write_bytes(content)
-    run = str(tmp_path / "images-001")
     assert f"IMAGES: {tmp_path / 'x.png'} cannot be read as a picture" in complaint(
         ["predict", run, str(tmp_path / "x.png")]
     )
@@ -313,14 +319,12 @@ def test_files_that_are_no_pictures_are_told(content, small, tmp_path, complaint
     assert "IMAGES" in complaint(["predict", run])
 
 
-def test_one_bad_file_does_not_keep_the_others_from_being_predicted(small, tmp_path, capfd):
-    assert main(["train", "images", f"--data={small}", f"--out={tmp_path}", "--seeds=1", "--steps=1"]) == 0
-    capfd.readouterr()
+def test_one_bad_file_does_not_keep_the_others_from_being_predicted(run, tmp_path, capfd):
     bad, first, last = (str(tmp_path / name) for name in ("bad.png", "first.png", "last.png"))
     (tmp_path / "bad.png").write_bytes(b"hello")
     for file in (first, last):
         Image.new("L", (12, 12), 99).save(file)
-    assert main(["predict", str(tmp_path / "images-001"), first, bad, "nowhere.png", last]) == 1
+    assert main(["predict", run, first, bad, "nowhere.png", last]) == 1
     out, err = capfd.readouterr()
     assert [line.partition(": ")[0] for line in out.splitlines()] == [first, last]
     assert err.splitlines()[0].startswith(f"subquad: error: IMAGES: {bad} cannot be read as a picture")
@@ -328,7 +332,7 @@ def test_one_bad_file_does_not_keep_the_others_from_being_predicted(small, tmp_p
         "subquad: error: IMAGES: there is no file nowhere.png",
         "subquad: error: 2 of 4 pictures cannot be read",
     ]
-    assert main(["predict", str(tmp_path / "images-001"), bad, bad]) == 1
+    assert main(["predict", run, bad, bad]) == 1
     assert capfd.readouterr().out == ""
 
 
@@ -368,26 +372,20 @@ def test_pictures_with_16_bits_and_with_transparency_are_what_they_look_like(tmp
     assert found[:, 2, 2].tolist() == [255, 255, 255]
 
 
-def test_no_program_is_started_for_a_picture(small, tmp_path, complaint, capfd, monkeypatch):
+def test_no_program_is_started_for_a_picture(run, tmp_path, complaint, monkeypatch):
     """Pillow would hand PostScript to Ghostscript."""
-    assert main(["train", "images", f"--data={small}", f"--out={tmp_path}", "--seeds=1", "--steps=1"]) == 0
-    capfd.readouterr()
     (tmp_path / "gs").write_text(f"#!/bin/sh\ntouch {tmp_path / 'executed'}\n")
     (tmp_path / "gs").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     (tmp_path / "x.png").write_text("%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nshowpage\n")
-    assert "cannot be read as a picture" in complaint(
-        ["predict", str(tmp_path / "images-001"), str(tmp_path / "x.png")]
-    )
+    assert "cannot be read as a picture" in complaint(["predict", run, str(tmp_path / "x.png")])
     assert not (tmp_path / "executed").exists()
 
 
-def test_a_picture_that_would_fill_the_memory_is_refused(small, tmp_path, complaint, capfd, monkeypatch):
-    assert main(["train", "images", f"--data={small}", f"--out={tmp_path}", "--seeds=1", "--steps=1"]) == 0
-    capfd.readouterr()
+def test_a_picture_that_would_fill_the_memory_is_refused(run, tmp_path, complaint, monkeypatch):
     Image.new("L", (64, 64)).save(tmp_path / "bomb.png")
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
-    line = complaint(["predict", str(tmp_path / "images-001"), str(tmp_path / "bomb.png")])
+    line = complaint(["predict", run, str(tmp_path / "bomb.png")])
     assert "bomb.png cannot be read as a picture: " in line
 
 
