@@ -51,7 +51,7 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 @pytest.fixture(scope="session")
 def smollm2() -> Callable[[], tuple[Any, Any]]:
-    """Return a function that gives SmolLM2, for the caller to change, and its tokenizer. Its file takes 20 s to read."""
+    """Return a function that gives SmolLM2, for the caller to change, and its tokenizer: reading it takes 20 s."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
         model, tokenizer = importlib.import_module("decoder").load()
