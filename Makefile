@@ -19,7 +19,7 @@ KERNELS := $(wildcard src/subquad/native/src/*.cpp src/subquad/native/src/*.h)
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-10s %s\n", $$1, $$2}' Makefile
 
-demo: .venv/installed ## compare the methods on this machine: time, memory, error
+demo: .venv/installed ## run the whole lab in a few minutes: a plan, the theory, four small models, a report
 	@$(BIN)/subquad demo
 
 # Tests are small: two at a time with one thread each take half as long as one at a time with two threads.

@@ -1,5 +1,6 @@
 """For all tests and doctests: a calibrated machine with round figures; never the user's own cache or a network."""
 
+import gc
 import json
 import os
 from collections.abc import Iterator
@@ -9,6 +10,12 @@ import pytest
 
 collect_ignore = [] if find_spec("lm_eval") else ["src/subquad/integrations/lm_eval.py"]
 os.environ["HF_HUB_OFFLINE"] = "1"  # Nothing is downloaded. It is read when transformers is imported.
+
+
+def pytest_collection_finish() -> None:
+    """Keep the garbage collector from visiting thousands of tests and imported modules, which live to the end."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

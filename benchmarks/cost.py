@@ -8,11 +8,13 @@ what the call holds. Needs Linux and glibc. Exits with 1 if a prediction is off 
 table goes to benchmarks/results/.
 """
 
+import argparse
 import datetime
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -144,7 +146,9 @@ def page(date: str, rows: list[Row]) -> str:
     )
 
 
-def main() -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Check predicted peak memory; write benchmarks/results/cost_DATE.*.")
+    parser.parse_args(arguments)
     if not Path("/proc/self/status").exists():
         sys.exit("this benchmark reads /proc, which only Linux has")
     rows = []

@@ -9,10 +9,11 @@ package asks for an inference engine which must be compiled and is not needed: p
 Axes: h heads, n tokens, d width.
 """
 
+import argparse
 import hashlib
 import inspect
 import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, files, version
 from pathlib import Path
@@ -225,10 +226,11 @@ def _replaced(model: nn.Module, function: Callable[..., Tensor], layers: Collect
         model.set_attn_implementation(before)
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Print the perplexity before and after `replace_attention(model, "multipole")`."""
     from subquad.integrations.transformers import replace_attention
 
+    argparse.ArgumentParser(description=main.__doc__).parse_args(arguments)
     model, tokenizer = load()
     tokens = tokenizer(manual()[:40_000], return_tensors="pt").input_ids[:, :LENGTH]
     print(

@@ -5,7 +5,9 @@
 The relative error of the estimate of exp(q.k), the root of its mean square over many draws, at several |q+k|.
 """
 
+import argparse
 import math
+from collections.abc import Sequence
 
 import torch
 from results import machine, today, write_page
@@ -24,7 +26,9 @@ def measured(kind: str, orthogonal: bool, q: torch.Tensor, k: torch.Tensor) -> f
     return math.sqrt(total / DRAWS)
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Measure the error of random features; write benchmarks/results/.")
+    parser.parse_args(arguments)
     rows = []
     for kind in ("positive", "hyperbolic"):
         for norm in (0.5, 1.0, math.sqrt(2), 2.0):

@@ -1,6 +1,8 @@
 """For all tests: the same examples in every run, so that a failure is the change's and not the draw's; and fixtures."""
 
-from collections.abc import Iterator
+import copy
+import importlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,3 +47,12 @@ def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(calibration, "measured_seconds", known)
     monkeypatch.setattr("os.getloadavg", lambda: (0.0, 0.0, 0.0))
     return measured
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Callable[[], tuple[Any, Any]]:
+    """Return a function that gives SmolLM2, for the caller to change, and its tokenizer: reading it takes 20 s."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+        model, tokenizer = importlib.import_module("decoder").load()
+    return lambda: (copy.deepcopy(model), tokenizer)

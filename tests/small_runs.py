@@ -1,5 +1,6 @@
 """Small runs that tests train, break off and read, and small data for them."""
 
+import random
 import signal
 from pathlib import Path
 
@@ -38,6 +39,20 @@ OTHERS: dict[str, tuple[str, dict]] = {
 SPEECH_OPTIONS = [
     "--clips", "60", "--batch", "10", "--width", "16", "--blocks", "1", "--lr", "0.01", "--warmup", "5"
 ]  # fmt: skip
+
+
+def write_text(folder: Path) -> Path:
+    """A folder with a small text in three parts; each word follows from the one before it, most of the time."""
+    words = [f"w{i}" for i in range(20)]
+    folder.mkdir()
+    draw = random.Random(0)
+    for part, count in (("train", 1200), ("valid", 150), ("test", 150)):
+        numbers = [0]
+        while len(numbers) < count:
+            numbers.append((numbers[-1] * 3 + 1) % 20 if draw.random() < 0.8 else draw.randrange(20))
+        lines = [" ".join(words[i] for i in numbers[k : k + 10]) for k in range(0, count, 10)]
+        (folder / f"{part}.txt").write_text("\n".join(lines) + "\n")
+    return folder
 
 
 def write_pictures(path: Path, classes: int = 3, **changes: np.ndarray | None) -> Path:

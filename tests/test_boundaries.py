@@ -65,4 +65,4 @@ def test_a_forbidden_import_is_noticed(tmp_path):
 
 
 def test_library_adds_little_to_the_import_of_torch():
-    assert min(float(python(IMPORT_SECONDS)) for _ in range(3)) < 0.2
+    assert any(float(python(IMPORT_SECONDS)) < 0.2 for _ in range(3))  # Other work can only make it slower.

@@ -100,9 +100,9 @@ def test_a_missing_package_is_one_line_and_code_2(
 
 
 def test_the_script_writes_a_page_and_its_data(
-    program: Any, decoder: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    program: Any, smollm2: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, tokenizer = decoder.load()
+    model, tokenizer = smollm2()
     model.model.layers = model.model.layers[:3]
     model.config.num_hidden_layers, model.config.max_position_embeddings = 3, 48
     monkeypatch.setattr(program.results, "FOLDER", tmp_path)

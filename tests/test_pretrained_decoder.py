@@ -17,8 +17,8 @@ program, decoder = script("pretrained_decoder"), script("decoder")
 
 
 @pytest.fixture(scope="module")
-def loaded(decoder: Any) -> Any:
-    return decoder.load()
+def loaded(smollm2: Any) -> Any:
+    return smollm2()
 
 
 @pytest.fixture(scope="module")

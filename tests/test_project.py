@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 import subquad
+from subquad_lab.cli import demo
 
 ROOT = Path(__file__).parents[1]
 GITHUB = ROOT / ".github"
@@ -76,6 +77,13 @@ def unknown_targets(text: str) -> set[str]:
 )
 def test_make_has_the_targets_that_are_called(path) -> None:
     assert unknown_targets(path.read_text()) == set()
+
+
+def test_make_says_of_the_demo_what_the_command_says() -> None:
+    help = re.search(r"^demo:.*## (.*)", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)[1]
+    promised = demo.__doc__.partition("\n")[0].lower()
+    for part in ("lab", "plan", "theory", "four small models", "report"):
+        assert part in help and part in promised
 
 
 def test_a_target_that_make_lacks_is_reported() -> None:

@@ -19,9 +19,9 @@ scores, samples = script("recall_scores"), script("recall_inputs")
 
 
 @pytest.fixture(scope="module")
-def loaded(decoder: Any) -> Any:
+def loaded(smollm2: Any) -> Any:
     """Return the first layers of SmolLM2, and its tokenizer."""
-    model, tokenizer = decoder.load()
+    model, tokenizer = smollm2()
     model.model.layers = model.model.layers[:3]
     model.config.num_hidden_layers = 3
     return model, tokenizer

@@ -305,6 +305,20 @@ def env(json: bool = False) -> None:
     env.run(json)
 
 
+def cache(clear: bool = False) -> None:
+    """Show the files in the cache folder with their sizes and ages, or empty it.
+
+    It holds calibrations of this machine, features of sounds and converted graphs; all of them can be made again. Above
+    a size limit, features that have not been used for the longest time are removed. Example: subquad cache --clear
+
+    Args:
+        clear: Remove the files.
+    """
+    from subquad_lab.commands import cache
+
+    cache.run(clear)
+
+
 def _check_folder(option: str, folder: str | None) -> None:
     """No name, as of a shell variable that is not set, would be the current folder."""
     if folder == "":
@@ -313,7 +327,7 @@ def _check_folder(option: str, folder: str | None) -> None:
 
 COMMANDS = (
     demo, plan, bench, verify, train, evaluate, compare, sweep, runs, sample, predict, transcribe, synthesize, report,
-    env,
+    env, cache,
 )  # fmt: skip
 OF_EXPERIMENTS = {"train": "runs", "compare": "compare", "sweep": "sweep"}  # and the folders that they write into
 

@@ -292,34 +292,47 @@ def test_decoder_complains_as_attention_does() -> None:
 
 # --- Which library, and which instructions ----------------------------------------------------------------------------
 
+# The library is chosen on import: each environment has a process of its own, forked once torch is loaded.
 PROBE = """
-import json, torch
-from subquad import Taylor, RandomFeatures, Decoder, attention, native
-torch.manual_seed(0)
-q, k, v = (torch.randn(1, 2, 100, 9, dtype=torch.float64, requires_grad=True) for _ in range(3))
-found = []
-for method in (Taylor(2), RandomFeatures(20)):
-    out = attention(q, k, v, is_causal=True, method=method)
-    found += [out.sum().item(), *(g.square().sum().item() for g in torch.autograd.grad(out.square().sum(), (q, k, v)))]
-    head, state = attention(*(x.detach().float() for x in (q, k, v)), is_causal=True, method=method, return_state=True)
-    found.append(Decoder(state)(*(x[:, :, :1].detach().float() for x in (q, k, v))).sum().item())
-print(json.dumps([str(native.status()), found]))
+import json, os, sys, torch
+
+def probe():
+    from subquad import Taylor, RandomFeatures, Decoder, attention, native
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 100, 9, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    found = []
+    for method in (Taylor(2), RandomFeatures(20)):
+        out = attention(q, k, v, is_causal=True, method=method)
+        gradients = torch.autograd.grad(out.square().sum(), (q, k, v))
+        found += [out.sum().item(), *(g.square().sum().item() for g in gradients)]
+        single = [x.detach().float() for x in (q, k, v)]
+        head, state = attention(*single, is_causal=True, method=method, return_state=True)
+        found.append(Decoder(state)(*(x[:, :, :1] for x in single)).sum().item())
+    print(json.dumps([str(native.status()), found]), flush=True)
+
+for environment in json.loads(sys.argv[1]):
+    child = os.fork()
+    if child == 0:
+        os.environ.update(environment)
+        probe()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0, environment
 """
 
 
-def probed(**environment: str) -> tuple[str, Tensor]:
-    result = subprocess.run(
-        [sys.executable, "-c", PROBE], env=os.environ | environment, capture_output=True, text=True, check=True
-    )
-    status, figures = json.loads(result.stdout)
-    return status, torch.tensor(figures, dtype=torch.float64)
+def probed(*environments: dict[str, str]) -> list[tuple[str, Tensor]]:
+    """The status, and figures of some calls, in each environment."""
+    command = [sys.executable, "-c", PROBE, json.dumps(environments)]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert len(lines) == len(environments)
+    return [(status, torch.tensor(figures, dtype=torch.float64)) for status, figures in map(json.loads, lines)]
 
 
 def test_every_instruction_set_and_none_gives_the_same() -> None:
-    status, expected = probed(SUBQUAD_NATIVE="0")
+    sets = ("", "AVX2", "plain")
+    (status, expected), *others = probed({"SUBQUAD_NATIVE": "0"}, *({"SUBQUAD_INSTRUCTIONS": name} for name in sets))
     assert status == "torch (turned off by SUBQUAD_NATIVE=0)"
-    for wanted in ("", "AVX2", "plain"):
-        status, found = probed(SUBQUAD_INSTRUCTIONS=wanted)
+    for wanted, (status, found) in zip(sets, others, strict=True):
         assert status.startswith(f"native kernels, {wanted}"), status
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
@@ -359,10 +372,12 @@ def test_threads_of_torch_or_our_own_give_the_same_bits(limit) -> None:
 
 
 def test_a_library_that_cannot_be_used_is_not(tmp_path) -> None:
-    for name, content in (("missing.so", None), ("empty.so", b""), ("other.so", b"not a library")):
+    contents = {"missing.so": None, "empty.so": b"", "other.so": b"not a library"}
+    for name, content in contents.items():
         if content is not None:
             (tmp_path / name).write_bytes(content)
-        status, _ = probed(SUBQUAD_NATIVE=str(tmp_path / name))
+    found = probed(*({"SUBQUAD_NATIVE": str(tmp_path / name)} for name in contents))
+    for name, (status, _) in zip(contents, found, strict=True):
         assert status.startswith(f"torch ({name} cannot be used: "), status
 
 

@@ -1,12 +1,12 @@
 """What the tests of all commands need."""
 
-import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from small_runs import SPEECH_OPTIONS, write_digits
+from small_runs import SPEECH_OPTIONS, write_digits, write_text
 from subquad_lab.cli import main
 
 
@@ -27,32 +27,42 @@ def complaint(capfd: pytest.CaptureFixture[str]) -> Callable[[list[str]], str]:
 
 @pytest.fixture
 def text(tmp_path: Path) -> Path:
-    """A folder with a small text in three parts; each word follows from the one before it, most of the time."""
-    words, folder = [f"w{i}" for i in range(20)], tmp_path / "text"
-    folder.mkdir()
-    draw = random.Random(0)
-    for part, count in (("train", 1200), ("valid", 150), ("test", 150)):
-        numbers = [0]
-        while len(numbers) < count:
-            numbers.append((numbers[-1] * 3 + 1) % 20 if draw.random() < 0.8 else draw.randrange(20))
-        lines = [" ".join(words[i] for i in numbers[k : k + 10]) for k in range(0, count, 10)]
-        (folder / f"{part}.txt").write_text("\n".join(lines) + "\n")
-    return folder
+    return write_text(tmp_path / "text")
 
 
 SMALL: dict[str, object] = dict(model="rnn", embedding=6, width=8, context=5, batch=4, steps=4)
 
 
+def options_in(folder: Path) -> list[str]:
+    return [f"--{key}={value}" for key, value in {"data": folder / "text", "out": folder / "runs", **SMALL}.items()]
+
+
 @pytest.fixture
 def options(text, tmp_path) -> list[str]:
-    return [f"--{key}={value}" for key, value in {"data": text, "out": tmp_path / "runs", **SMALL}.items()]
+    return options_in(tmp_path)
+
+
+def moved(root: Path, tmp_path: Path, name: str) -> Path:
+    """Copy a run that many tests share, so that each may change it; its data are those of the test."""
+    folder = tmp_path / "runs" / name
+    shutil.copytree(root / "runs" / name, folder)
+    config = folder / "config.yaml"
+    config.write_text(config.read_text().replace(str(root), str(tmp_path)))
+    return folder
+
+
+@pytest.fixture(scope="session")
+def trained_once(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("trained")
+    write_text(root / "text")
+    assert main(["train", "language", *options_in(root)]) == 0
+    return root
 
 
 @pytest.fixture
-def trained(options, tmp_path, capfd) -> Path:
-    assert main(["train", "language", *options]) == 0
-    capfd.readouterr()
-    return tmp_path / "runs" / "language-001"
+def trained(trained_once, text, tmp_path) -> Path:
+    """The folder of a small run, as `main(["train", "language", *options])` leaves it."""
+    return moved(trained_once, tmp_path, "language-001")
 
 
 @pytest.fixture
@@ -66,9 +76,15 @@ def digits(tmp_path, own_cache) -> str:
     return str(write_digits(tmp_path / "digits"))
 
 
+@pytest.fixture(scope="session")
+def speech_once(tmp_path_factory) -> Path:
+    root = tmp_path_factory.mktemp("speech")
+    options = ["--data", str(write_digits(root / "digits")), *SPEECH_OPTIONS, "--steps", "12", "--characters", "20"]
+    assert main(["train", "speech", *options, "--out", str(root / "runs")]) == 0
+    return root
+
+
 @pytest.fixture
-def speech_run(digits, tmp_path, capfd) -> Path:
-    options = ["--data", digits, *SPEECH_OPTIONS, "--steps", "12", "--characters", "20"]
-    assert main(["train", "speech", *options, "--out", str(tmp_path / "runs")]) == 0
-    capfd.readouterr()
-    return tmp_path / "runs" / "speech-001"
+def speech_run(speech_once, digits, tmp_path) -> Path:
+    """The folder of a small run of `train speech`."""
+    return moved(speech_once, tmp_path, "speech-001")

@@ -100,7 +100,8 @@ def verdicts(done: dict[str, Series], measure: str, found: dict[str, Interval]) 
     examples = right(first)
     over = f"{len(first.runs)} seeds" + (f" and {len(examples):,} test examples" if examples else "")
     lines = [
-        f"+-: above, 95 % of the mean over seeds; below, 95 % for all {len(found)} differences together, over {over}"
+        f"+- and (low to high): above, 95 % of the mean over seeds; below, 95 % for all {len(found)} differences "
+        f"together, over {over}"
     ]
     for other, interval in found.items():
         size = "larger than chance" if interval.excludes_zero() else "not larger than chance"

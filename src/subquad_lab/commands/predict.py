@@ -1,29 +1,65 @@
 """`subquad predict`: which class a trained model takes a picture for."""
 
+import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from subquad_lab import UsageError
+from subquad_lab import RunError, UsageError
 from subquad_lab.experiments.images import Images
 from subquad_lab.experiments.stored import chosen, trained
 
 # What Pillow decodes by itself: for other kinds it may start programs, such as Ghostscript.
 FORMATS = ("PNG", "JPEG", "BMP", "GIF", "PPM", "TIFF", "WEBP")
+CLEAR_POLARITY = 0.95  # mean of the training pictures, from -1 to 1, from which on one of the opposite is unusual
 
 
 def run(folder: str, files: list[str]) -> None:
-    """A line for each picture: its file, the likeliest class, and the probability of that."""
+    """Print a line for each picture: its file, the most likely class, and the probability of that class.
+
+    Files that cannot be read are named on the standard error, and the others are predicted.
+    """
     made, task = trained(chosen(Path(folder)))
     if not isinstance(task, Images):
         raise UsageError(f"RUN: {made.folder} is not a run of an image model")
-    pictures = torch.stack([read_picture(Path(file), *task.pictures.shape) for file in files])
+    names, pictures, refused = [], [], []
+    for file in files:
+        try:
+            pictures.append(read_picture(Path(file), *task.pictures.shape))
+            names.append(file)
+        except UsageError as error:
+            refused.append(error)
+    if len(files) == 1 and refused:
+        raise refused[0]
+    if pictures:
+        _predict(task, names, torch.stack(pictures))
+    for reason in refused:
+        print("subquad: error:", " ".join(str(reason).split()), file=sys.stderr)
+    if refused:
+        raise RunError(f"{len(refused)} of {len(files)} pictures cannot be read")
+
+
+def _predict(task: Images, names: list[str], pictures: Tensor) -> None:
     probabilities = task.predict(pictures).exp()
-    for file, row in zip(files, probabilities, strict=True):
+    mean = float(polarity(task.pictures.train[0]).mean())
+    usual = 1 if mean >= CLEAR_POLARITY else -1 if mean <= -CLEAR_POLARITY else 0
+    for name, row, found in zip(names, probabilities, polarity(pictures).tolist(), strict=True):
         best = int(row.argmax())
-        print(f"{file}: {task.pictures.classes[best]}, probability {float(row[best]):.3f}")
+        print(f"{name}: {task.pictures.classes[best]}, probability {float(row[best]):.3f}")
+        if usual * found < 0:
+            light, dark = ("light on dark", "dark on light")[::usual]
+            warnings.warn(f"{name} is {dark}, and the pictures that the model was trained on are {light}: invert it",
+                          stacklevel=2)  # fmt: skip
+
+
+def polarity(pictures: Tensor) -> Tensor:
+    """(n,): 1 for pictures (n, channels, height, width) that are lighter inside than on their border, -1 for darker."""
+    border = torch.ones(pictures.shape[-2:], dtype=torch.bool)
+    border[1:-1, 1:-1] = False
+    return (pictures[..., ~border].float().mean((1, 2)) - pictures[..., border].float().mean((1, 2))).sign()
 
 
 def read_picture(path: Path, channels: int, height: int, width: int) -> Tensor:

@@ -26,7 +26,7 @@ def print_result(series: Series) -> None:
     """What it has come to, and where it is; by the main process alone."""
     if not processes().is_main_process:
         return
-    over = f", mean of {len(series.runs)} seeds +- 95 % interval" if len(series.runs) > 1 else ""
+    over = f", mean of {len(series.runs)} seeds and 95 % interval" if len(series.runs) > 1 else ""
     print(f"test{over}: " + ", ".join(
         f"{figure.replace('_', '-')} {series.shown('test', figure)}" for figure in series.results[0]["test"]
     ))  # fmt: skip

@@ -1,13 +1,15 @@
 """Clips as the encoder sees them: features of each part, computed once and kept in the cache folder.
 
 The name of a cached file follows from all that the features depend on; beside it is a checksum of its content. What is
-damaged, or deleted, is computed again.
+damaged, or deleted, is computed again. Above MAX_CACHED_BYTES, what was not used for the longest time is removed.
 """
 
 import hashlib
 import json
+import os
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -21,11 +23,13 @@ from subquad.planning import cache_folder
 from subquad_lab import UsageError
 from subquad_lab.data.sound import MELS, STEP, features
 from subquad_lab.data.sound import RATE as SAMPLES
+from subquad_lab.system.cache import SPEECH, trim_speech
 from subquad_lab.system.files import locked, made_whole, write_whole
 
 PARTS = ("train", "valid", "test")
 VERSION = 1  # of the features
 NAMED = 3  # clips that a warning names
+MAX_CACHED_BYTES = 8 << 30  # of all features together; those of LJSpeech, 24 hours, have 1.4 GB
 LONGEST = 60  # seconds of a clip, which is in a batch as a whole
 
 
@@ -83,7 +87,7 @@ def featured(name: str, parts: dict[str, list[Utterance]], how: object) -> Clips
     ]
     key = hashlib.sha256(json.dumps([VERSION, how, described]).encode()).hexdigest()
     try:
-        path = cache_folder() / "speech" / f"{key[:32]}.safetensors"
+        path = cache_folder() / SPEECH / f"{key[:32]}.safetensors"
         path.parent.mkdir(parents=True, exist_ok=True)
     except (OSError, RuntimeError) as error:  # such as a user without a home
         warnings.warn(f"features are not kept: {error}", stacklevel=2)
@@ -173,6 +177,7 @@ def _kept(path: Path, clips: Clips, parts: dict[str, list[Utterance]]) -> Clips:
         write_whole(path.with_suffix(".sha256"), _checksum(path, {}).encode())
     except OSError as error:
         warnings.warn(f"{path.parent}: features are not kept: {error.strerror}", stacklevel=2)
+    trim_speech(path.parent, MAX_CACHED_BYTES, path)
     return clips
 
 
@@ -190,4 +195,6 @@ def _read(path: Path, name: str) -> Clips | None:
                      for part in PARTS}  # fmt: skip
     except (OSError, SafetensorError, KeyError, ValueError, TypeError):
         return None
+    with suppress(OSError):  # of a folder that may only be read
+        os.utime(path)  # used now, and so among the last to be removed
     return Clips(name, checksum, **parts, skipped=skipped)

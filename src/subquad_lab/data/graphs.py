@@ -25,6 +25,7 @@ from subquad.planning import cache_folder
 from subquad_lab import UsageError
 from subquad_lab.data.npz import read_npz
 from subquad_lab.data.pickles import PickledArray, PickledMatrix, named, unpickle
+from subquad_lab.system.cache import GRAPHS
 from subquad_lab.system.files import write_whole
 from subquad_lab.system.memory import room
 
@@ -66,7 +67,7 @@ def load_graph(data: str | None = None) -> Graph:
     name = files["x"].name.split(".")[1]
     contents = {what: _read(file) for what, file in files.items()}
     digest = hashlib.sha256(b"".join(hashlib.sha256(content).digest() for content in contents.values())).hexdigest()
-    converted = cache_folder() / "graphs" / f"{name}-{digest[:16]}.npz"
+    converted = cache_folder() / GRAPHS / f"{name}-{digest[:16]}.npz"
     with suppress(UsageError):  # It is not there yet, or is damaged.
         return _graph(name, read_npz(converted, list(ARRAYS)), converted)
     arrays = planetoid(contents, files)

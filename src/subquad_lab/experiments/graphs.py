@@ -269,6 +269,7 @@ EXPERIMENT = Experiment(
     build=build,
     label=label,
     variants=variants,
+    varied=("mixer", "self_loops", "normalisation"),
     pictures=pictures,
     published=PUBLISHED,
 )

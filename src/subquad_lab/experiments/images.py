@@ -174,6 +174,7 @@ EXPERIMENT = Experiment(
     build=build,
     label=label,
     variants=variants,
+    varied=("downsample",),
     pictures=pictures,
     published=PUBLISHED,
 )

@@ -341,8 +341,6 @@ def is_table(values: Any) -> bool:
 
 def variants(config: Config) -> dict[str, Config]:
     """Both decoders; all else is equal."""
-    if config.decoder != Config.decoder:
-        raise UsageError(f"--decoder: compare trains both decoders; expected none, found {config.decoder}")
     return {decoder: replace(config, decoder=decoder) for decoder in ("lstm", "attention")}
 
 
@@ -357,6 +355,7 @@ EXPERIMENT = Experiment(
     build=build,
     label=label,
     variants=variants,
+    varied=("decoder",),
     pictures=pictures,
     published=PUBLISHED,
 )

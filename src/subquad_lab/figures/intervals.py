@@ -12,10 +12,15 @@ is hard for both does not count. The noise of the seeds is partly in that term t
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import sqrt
+from math import inf, sqrt
 from statistics import fmean, variance
 
 LEVEL = 0.95
+# What a figure can be. Of two or three seeds the interval is often wider than that.
+RANGES = {
+    "accuracy": (0.0, 1.0), "jaccard": (0.0, 1.0), "cosine": (0.0, 1.0), "damerau": (0.0, 1.0),
+    "cross_entropy": (0.0, inf), "perplexity": (1.0, inf), "character_error": (0.0, inf), "word_error": (0.0, inf),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,22 @@ def over_seeds(values: Sequence[float]) -> Interval:
     0.81 +- 0.025
     """
     return Interval(fmean(values), quantile(len(values) - 1) * sqrt(variance(values) / len(values)))
+
+
+def shown(values: Sequence[float], figure: str) -> str:
+    """Return the mean with its interval; with the ends of that, cut to the figure's range, where +- would leave it.
+
+    >>> shown([0.80, 0.82, 0.81], "accuracy")
+    '0.81 +- 0.025'
+    >>> shown([0.55, 0.75], "accuracy")
+    '0.65 (0 to 1)'
+    """
+    found = over_seeds(values)
+    least, most = RANGES.get(figure, (-inf, inf))
+    low, high = found.mean - found.half, found.mean + found.half
+    if least <= low and high <= most:
+        return str(found)
+    return f"{found.mean:.4g} ({max(low, least):.2g} to {min(high, most):.2g})"
 
 
 def difference(

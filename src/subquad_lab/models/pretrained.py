@@ -20,6 +20,7 @@ from subquad_lab import UsageError
 
 NAME = "subquad-watch"  # of the attention that is registered with transformers
 FEWEST, MOST = 64, 4096  # tokens: that errors can be measured on, and that are read unless more are asked for
+TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "*.tiktoken")
 
 
 class Layer(NamedTuple):
@@ -59,7 +60,7 @@ def load(path: str) -> tuple[Any, Any]:
             raise UsageError(
                 f"--model: expected a language model, a decoder or an encoder alone, found {config.model_type!r}"
             )
-        tokenizer = AutoTokenizer.from_pretrained(folder, **named)
+        tokenizer = _tokenizer(AutoTokenizer, folder, named)
         with redirect_stderr(StringIO()):  # The bar of a .gguf file cannot be turned off.
             model, found = AutoModel.from_pretrained(
                 folder, **named, use_safetensors=True, attn_implementation="sdpa", dtype=torch.float32,
@@ -78,27 +79,42 @@ def load(path: str) -> tuple[Any, Any]:
     return model.eval(), tokenizer
 
 
+def _tokenizer(kind: Any, folder: Path, named: dict[str, Any]) -> Any:
+    """The model's own. Where its files are missing, some kinds would be made without any words."""
+    if "gguf_file" not in named and not any(any(folder.glob(pattern)) for pattern in TOKENIZER_FILES):
+        raise UsageError(f"--model: {folder} has no tokenizer: none of {', '.join(TOKENIZER_FILES)} is there; write it "
+                         "with tokenizer.save_pretrained(FOLDER)")  # fmt: skip
+    try:
+        return kind.from_pretrained(folder, **named)
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:  # Here all lines of a message matter.
+        raise UsageError(f"--model: the tokenizer in {folder} cannot be loaded: {error}") from error
+
+
 def _first(error: Exception) -> str:
     """The first line of a message that can have many."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def read(path: str, model: Any, tokenizer: Any, count: int | None) -> Tensor:
+def read(path: str) -> str:
+    """A text in a file; apart from the model, so that a wrong file is found before that is loaded."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise UsageError(f"--text: {path} cannot be read: {reason}") from error
+
+
+def tokenized(text: str, model: Any, tokenizer: Any, count: int | None) -> Tensor:
     """(1, n): the first `count` tokens of a text; without a count, all that the model can read of it, up to MOST."""
     reach = min(getattr(model.config, "max_position_embeddings", MOST), tokenizer.model_max_length)
     if count is not None and not FEWEST <= count <= reach:
         raise UsageError(f"--tokens: expected a number from {FEWEST} to {reach:,}, all that it reads, found {count:,}")
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise UsageError(f"--text: {path} cannot be read: {reason}") from error
     most = min(reach, MOST) if count is None else count
     # Far more letters than so many tokens have: the rest of a long text need not be cut into tokens.
     tokens: Tensor = tokenizer(text[: 32 * most], truncation=True, max_length=most, return_tensors="pt").input_ids
     least = FEWEST if count is None else count
     if tokens.shape[1] < least:
-        raise UsageError(f"--text: expected at least {least:,} tokens, found {tokens.shape[1]:,} in {path}")
+        raise UsageError(f"--text: expected at least {least:,} tokens, found {tokens.shape[1]:,}")
     return tokens
 
 

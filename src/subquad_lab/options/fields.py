@@ -4,6 +4,7 @@ A YAML file is data: what would make Python objects (`!!python/object`) is refus
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import asdict, fields
 from itertools import zip_longest
 from pathlib import Path
@@ -34,6 +35,10 @@ class Configured(Protocol[C_co]):
     def config(self) -> type[C_co]:
         """A dataclass; its fields are the options."""
 
+    @property
+    def varied(self) -> Sequence[str]:
+        """Fields that a comparison sets by itself."""
+
 
 def presets(name: str) -> dict[str, Path]:
     """The configs of an experiment that come with the package."""
@@ -52,6 +57,18 @@ def given_fields(experiment: Configured[Any], arguments: list[str]) -> dict[str,
         elif option == "--config":
             values |= fields_of_file(experiment, Path(value))
     return values
+
+
+def without_varied(experiment: Configured[Any], values: dict[str, Any], arguments: list[str]) -> dict[str, Any]:
+    """The values without the fields that a comparison sets by itself: another value there would be ignored."""
+    named = {option.removeprefix("--").replace("-", "_") for option, _ in _pairs(arguments)}
+    for field in experiment.varied:
+        default = getattr(experiment.config, field)
+        if field in named or values.get(field, default) != default:
+            option = f"--{field.replace('_', '-')}"
+            raise UsageError(f"{option}: compare sets it for each variant; expected none, or `subquad train "
+                             f"{experiment.name} {option}` for a single one")  # fmt: skip
+    return {field: value for field, value in values.items() if field not in experiment.varied}
 
 
 def fields_of_file(experiment: Configured[Any], path: Path) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from docstring_parser import parse
 from jsonargparse import ArgumentParser
 
 from subquad_lab import UsageError
-from subquad_lab.options.fields import Configured, given_fields, presets, split_off
+from subquad_lab.options.fields import Configured, given_fields, presets, split_off, without_varied
 
 Command = Callable[..., None]
 Experiments = Mapping[str, Configured[Any]]
@@ -124,9 +124,13 @@ def add_experiments(
         fields.add_argument("--config", type=str | None, default=None, help="A YAML file with any of the fields.")
         if "trials" in own:
             fields.add_argument("--trials", type=int, default=20, help="The most trials of a search with --span.")
-        fields.add_class_arguments(experiment.config, as_group=False)
+        is_compared = command.__name__ == "compare"
+        fields.add_class_arguments(
+            experiment.config, as_group=False, skip=set(experiment.varied) if is_compared else None
+        )
         if arguments[1:2] == [name]:
-            fields.set_defaults(given_fields(experiment, arguments))
+            values = given_fields(experiment, arguments)
+            fields.set_defaults(without_varied(experiment, values, arguments) if is_compared else values)
     return arguments, searched
 
 
@@ -146,7 +150,7 @@ def with_config(given: dict[str, Any], experiment: Configured[Any] | None) -> di
         return given | {"config": None, "out": ""}
     rest: dict[str, Any] = given.pop(experiment.name)
     kind = experiment.config
-    config = kind(**{field.name: rest.pop(field.name) for field in fields(kind)})
+    config = kind(**{field.name: rest.pop(field.name) for field in fields(kind) if field.name in rest})
     del rest["config"], rest["preset"]
     return given | rest | {"experiment": experiment, "config": config}
 

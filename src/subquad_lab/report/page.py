@@ -1,6 +1,7 @@
 """One page about runs, from their records alone. Nothing on it asks another machine for anything."""
 
 import os
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 import subquad
+from subquad_lab import UsageError
 from subquad_lab.experiments import EXPERIMENTS, experiment_named
 from subquad_lab.experiments.stored import experiment_of
 from subquad_lab.figures import intervals
@@ -21,29 +23,44 @@ PAGE = "page.html"
 
 
 def page(runs: list[Run], theory: Sequence[dict[str, Any]] = ()) -> str:
-    """All text from records is escaped; the pictures are drawn here, from the figures."""
+    """All text from records is escaped; the pictures are drawn here, from the figures.
+
+    A damaged run is named, with a warning, and left out; a UsageError is raised if no other run is left.
+    """
     root = Path(os.path.commonpath([run.folder.resolve().parent for run in runs]))
     if (root / CONFIG).is_file():  # of a series, whose own name tells more than those of its seeds
         root = root.parent
     named = {str(run.folder.resolve().relative_to(root)): run for run in runs}  # Two seeds may share the last name.
     groups: dict[str, dict[str, Run]] = {name: {} for name in EXPERIMENTS}  # in this order
-    for place, run in named.items():
-        groups[experiment_named(run.about()["experiment"]).name][place] = run
-    sections = [section(EXPERIMENTS[name], own) for name, own in groups.items() if own]
+    entries: dict[str, dict[str, Any]] = {}
+    damaged: dict[str, str] = {}
+    for number, (place, run) in enumerate(named.items(), 1):
+        try:
+            experiment = experiment_named(run.about()["experiment"])
+            entries[place] = entry(place, run, f"{experiment.name}-{number}")
+            groups[experiment.name][place] = run
+        except (UsageError, OSError) as error:
+            damaged[place] = str(error)
+    if not entries:
+        raise UsageError(next(iter(damaged.values())))
+    for place, reason in damaged.items():
+        warnings.warn(f"{named[place].folder} is damaged and left out: {reason}", stacklevel=2)
+    sections = [section(EXPERIMENTS[name], own, entries) for name, own in groups.items() if own]
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined
     )
-    return environment.get_template(PAGE).render(sections=sections, theory=theory, version=subquad.__version__)
+    return environment.get_template(PAGE).render(
+        sections=sections, damaged=damaged, theory=theory, version=subquad.__version__
+    )
 
 
-def section(experiment: Experiment[Any], runs: dict[str, Run]) -> dict[str, Any]:
+def section(experiment: Experiment[Any], runs: dict[str, Run], entries: dict[str, dict[str, Any]]) -> dict[str, Any]:
     name, measure = experiment.name, experiment.measure
-    entries = [entry(place, run, f"{name}-{i}") for i, (place, run) in enumerate(runs.items(), 1)]
     groups = alike(runs)
     together = inline(compared(groups, experiment), f"{name}-0") if len(runs) > 1 else ""
     seeds = [over_seeds(group, found, measure) for group, found in groups.items() if len(found) > 1]
-    return {"name": name, "question": experiment.question, "measure": measure, "entries": entries, "seeds": seeds,
-            "together": together, "published": experiment.published}  # fmt: skip
+    return {"name": name, "question": experiment.question, "measure": measure, "seeds": seeds, "together": together,
+            "entries": [entries[place] for place in runs], "published": experiment.published}  # fmt: skip
 
 
 def alike(runs: dict[str, Run]) -> dict[str, list[Run]]:
@@ -70,7 +87,7 @@ def over_seeds(group: str, runs: list[Run], measure: str) -> dict[str, str]:
     for part in ("valid", "test"):
         values = [result[part].get(measure) for result in results if result is not None]
         whole = len(values) == len(runs) and None not in values
-        row[part] = str(intervals.over_seeds(values)) if whole else "not finished"
+        row[part] = intervals.shown(values, measure) if whole else "not finished"
     return row
 
 

@@ -71,6 +71,7 @@ class Experiment(Generic[C]):
         build: The task, with its model and data; all randomness from torch's generator, which was seeded.
         label: What tells a run apart from others, in a few words.
         variants: What `subquad compare` trains: configs by name.
+        varied: Fields that the variants set; `subquad compare` does not take them as options.
         pictures: SVG by name, drawn from what a run has written down, besides its curves.
         published: Figures of others, for the report: "what", on which "data", and the "figure".
     """
@@ -85,6 +86,7 @@ class Experiment(Generic[C]):
     build: Callable[[C], Task]
     label: Callable[[C], str]
     variants: Callable[[C], dict[str, C]]
+    varied: Sequence[str] = ()
     pictures: Callable[[Run, C], dict[str, bytes]] = no_pictures
     published: Sequence[Mapping[str, Any]] = ()
 

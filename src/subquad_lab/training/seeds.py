@@ -43,7 +43,7 @@ class Series:
     def shown(self, part: str, figure: str) -> str:
         """With its interval, where there are seeds enough for one."""
         values = self.values(part, figure)
-        return str(intervals.over_seeds(values)) if len(values) > 1 else f"{values[0]:.4g}"
+        return intervals.shown(values, figure) if len(values) > 1 else f"{values[0]:.4g}"
 
 
 def train(experiment: Experiment[Any], config: Training, place: Path, numbered: bool = False) -> Series:

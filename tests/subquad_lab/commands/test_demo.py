@@ -51,6 +51,12 @@ verify.chosen = lambda which: chosen(["14", "21"])
     importlib.reload(demo)
 
 
+def make_plan(folder: Path) -> None:
+    """Make a stage in this process, which saves the start of another where the stage is not what is tested."""
+    folder.mkdir(exist_ok=True)
+    demo.make_plan(folder)
+
+
 def test_the_demo_ends_in_a_page_and_is_not_done_twice(small, capfd):
     assert main(["demo", "--out", str(small)]) == 0
     lines = capfd.readouterr().out.splitlines()
@@ -82,6 +88,7 @@ def test_a_claim_that_fails_is_written_down_and_said(small, capfd):
     script.write_text(
         f"from subquad_lab.theory import recurrence\nrecurrence.even_wins = lambda x: x.sum(-1)\n{script.read_text()}"
     )
+    make_plan(small)
     assert main(["demo", "--out", str(small)]) == 1
     assert "verify: subquad: error: 1 of 2 claims fail: 14 (all of it in " in capfd.readouterr().err
     assert [row["holds"] for row in json.loads((small / "verify.json").read_text())] == [False, True]
@@ -109,6 +116,8 @@ def test_a_folder_belongs_to_one_demo(small, capfd):
 def test_a_stage_that_fails_is_said(small, capfd):
     (small / "runs" / "language").mkdir(parents=True)
     (small / "runs" / "language" / "config.yaml").write_text("experiment: images\n")
+    make_plan(small)
+    demo.check_claims(small)
     assert main(["demo", "--out", str(small)]) == 1
     error = capfd.readouterr().err
     assert "language: subquad: error: " in error

@@ -79,7 +79,7 @@ def text(tmp_path: Path) -> Path:
 def seen(folder: Path, text: Path, tokens: int) -> list[pretrained.Layer]:
     found: list[pretrained.Layer] = []
     model, tokenizer = pretrained.load(str(folder))
-    pretrained.watch(model, pretrained.read(str(text), model, tokenizer, tokens), found.append)
+    pretrained.watch(model, pretrained.tokenized(pretrained.read(str(text)), model, tokenizer, tokens), found.append)
     return found
 
 
@@ -107,7 +107,7 @@ def test_what_is_watched_reproduces_the_output_of_its_layer(kind, tmp_path, text
 
 def test_watching_leaves_the_model_as_it_was(tmp_path, text):
     model, tokenizer = pretrained.load(str(make("llama", tmp_path / "llama")))
-    tokens = pretrained.read(str(text), model, tokenizer, None)
+    tokens = pretrained.tokenized(pretrained.read(str(text)), model, tokenizer, None)
     assert tokens.shape == (1, 300)
     with torch.no_grad():
         expected = model(tokens).last_hidden_state
@@ -138,6 +138,7 @@ def test_small_logits_can_be_approximated_and_large_ones_only_by_blocks(kind, tm
     assert "2 of 2 layers can take an approximation within 0.05; alone, 8 of 8 heads could." in out
     assert len(re.findall(r" yes .* 4 of 4 +\S+x +\S+x +\S+x$", out, re.MULTILINE)) == 2
     assert "x at 64k." in out
+    assert "stricter than perplexity" not in out  # Every layer keeps the error.
     assert main(["plan", "--model", str(loud), "--text", str(text)]) == 0
     out, _ = capfd.readouterr()
     assert not native.available() or out.count("Multipole(") >= 2
@@ -146,6 +147,7 @@ def test_small_logits_can_be_approximated_and_large_ones_only_by_blocks(kind, tm
     out, _ = capfd.readouterr()
     assert "0 of 2 layers" in out
     assert "Keep exact attention." in out
+    assert "An error of 0.05 in each layer is stricter than perplexity needs" in out
     assert [line.split()[0] for line in out.splitlines() if re.match(r" *\d+\.\d", line)] == [
         f"{layer}.{head}" for layer in range(2) for head in range(4)
     ]
@@ -217,6 +219,32 @@ def test_unfit_texts_are_told(tmp_path, text, complaint):
     assert "--text FILE is missing" in ask()
     assert "--max-error: expected a number above 0" in ask("--text", str(text), "--max-error", "0")
     assert "--model PATH is missing" in complaint(["plan", "--text", str(text)])
+
+
+def test_a_text_is_read_before_the_model_is_loaded(tmp_path, complaint, monkeypatch):
+    loaded: list[str] = []
+    monkeypatch.setattr(plan_model, "load", loaded.append)
+    assert "--text: nowhere.txt cannot be read" in complaint(["plan", "--model", "x", "--text", "nowhere.txt"])
+    assert loaded == []
+
+
+@pytest.mark.parametrize("kind", ["llama", "bert"])  # Without its files, the first is not made and the second is empty.
+def test_a_missing_tokenizer_is_told(kind, tmp_path, text, complaint):
+    folder = make(kind, tmp_path / kind)
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+    message = complaint(["plan", "--model", str(folder), "--text", str(text)])
+    assert f"--model: {folder} has no tokenizer: none of tokenizer*, vocab*" in message
+    assert "tokenizer.save_pretrained(FOLDER)" in message
+
+
+def test_the_message_about_a_tokenizer_is_whole(tmp_path, text, complaint):
+    """transformers begins with a heading, and says what to do in the last of its lines."""
+    folder = make("llama", tmp_path / "llama")
+    (folder / "tokenizer.json").unlink()
+    message = complaint(["plan", "--model", str(folder), "--text", str(text)])
+    assert f"--model: the tokenizer in {folder} cannot be loaded: " in message
+    assert "installed to convert a slow tokenizer" in message
 
 
 @pytest.mark.parametrize("option", ["--length=8", "--logit-range=1", "--sample=x", "--causal=false", "--training"])

@@ -128,6 +128,32 @@ def test_records_of_the_wrong_kind_are_told(file, content, message, trained, com
     assert message in line
 
 
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("run.json", "[", "run.json: cannot be read as JSON"),
+        ("result.json", '{"test": [1], "valid": {}}', "expected the figures of the test part"),
+        ("metrics.jsonl", "[1]\n{}\n", "line 1 is no record of figures"),
+        ("config.yaml", "experiment: chess\n", "'chess'"),
+    ],
+)
+def test_a_damaged_run_is_named_and_the_others_are_shown(file, content, message, trained, tmp_path, capfd):
+    bad = trained.with_name("language-002")
+    shutil.copytree(trained, bad)
+    (bad / file).write_text(content)
+    out = tmp_path / "report.html"
+    assert main(["report", "--root", str(trained.parent), "--out", str(out)]) == 0
+    warning = capfd.readouterr().err
+    assert warning.startswith(f"subquad: warning: {bad} is damaged and left out: ")
+    assert message in warning
+    page = page_of(out)
+    result = json.loads((trained / "result.json").read_text())
+    assert f"{result['test']['perplexity']:,.2f}" in page.text
+    assert "Damaged runs" in page.text
+    assert re.search(rf"language-002: .*{re.escape(message)}", page.text)
+    assert sum(tag == "svg" for tag, _ in page.elements) == 1  # the curves of the good one
+
+
 def test_a_report_of_an_unfinished_run_says_so(trained, tmp_path):
     (trained / "result.json").unlink()
     out = tmp_path / "report.html"

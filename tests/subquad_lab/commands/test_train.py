@@ -108,7 +108,14 @@ def test_a_finished_run_is_not_trained_again(trained, capfd):
         (["sweep", "language", "--grid.rate", "1"], "--grid.rate: 'rate' is no field of language"),
         (["sweep", "language", "--grid.lr", "1,x"], "--grid.lr: lr: expected a number, found 'x'"),
         (["sweep", "language", "--span.lr", "2,1"], "--span.lr: expected two numbers, the lower first, found [2, 1]"),
-        (["compare", "language", "--model", "lstm"], "--model: compare trains all models and methods"),
+        (["compare", "language", "--model", "lstm"], "--model: compare sets it for each variant"),
+        (["compare", "language", "--preset", "lstm", "--data=no"], "--model: compare sets it for each variant"),
+        (
+            ["compare", "images", "--downsample", "stride", "--data=no"],
+            "--downsample: compare sets it",
+        ),
+        (["compare", "images", "--downsample=pool", "--data=no"], "--downsample: compare sets it"),
+        (["compare", "graphs", "--self-loops=false", "--data=no"], "--self-loops: compare sets it"),
         (
             ["sweep", "language", "--grid.lr", "1", "--span.lr", "1,2"],
             "--span.lr: expected a field that",

@@ -16,6 +16,7 @@ from subquad_lab import UsageError
 from subquad_lab.data import graphs, pickles
 from subquad_lab.data.graphs import load_graph
 from subquad_lab.data.pickles import unpickle
+from subquad_lab.system.cache import cached_files
 
 PLANETOID = os.environ.get("SUBQUAD_DATA")
 NODES, BEFORE = 640, 610  # Nodes 612 and 625 are in no file.
@@ -111,6 +112,7 @@ def test_it_is_converted_once(tmp_path, cache, monkeypatch):
     folder = write(tmp_path / "p")
     first = load_graph(str(folder))
     (converted,) = cache.glob("graphs/*.npz")
+    assert cached_files()["graph"] == [converted]
 
     def refused(*_):
         raise AssertionError("it was unpickled again")

@@ -295,6 +295,31 @@ def test_a_cache_that_cannot_be_written_is_done_without(tmp_path, monkeypatch):
         assert len(load_speech(str(tmp_path / "data")).train) == 15
 
 
+def test_features_that_were_not_used_for_the_longest_time_make_room(tmp_path, monkeypatch):
+    computed = count_computed(monkeypatch)
+    folders = [str(write_table(tmp_path / name, lines)) for name, lines in (("a", 20), ("b", 21), ("c", 22))]
+
+    def load(folder: str) -> set[str]:
+        """The names of the features that are there afterwards."""
+        load_speech(folder)
+        kept = {path.stem for path in (cache_folder() / "speech").glob("*.safetensors")}
+        assert kept == {path.stem for path in (cache_folder() / "speech").glob("*.sha256")}
+        return kept
+
+    first = load(folders[0])
+    assert load(folders[1]) > first
+    for age, path in enumerate(sorted((cache_folder() / "speech").iterdir())):
+        os.utime(path, (age, age))  # long ago
+    assert load(folders[0]) > first  # used again
+    size = sum(path.stat().st_size for path in (cache_folder() / "speech").glob("*.safetensors"))
+    monkeypatch.setattr(features, "MAX_CACHED_BYTES", size + size // 4)  # two of them, not three
+    last = load(folders[2])
+    assert len(last) == 2 and last > first
+    assert len(computed) == 3
+    monkeypatch.setattr(features, "MAX_CACHED_BYTES", 1)
+    assert len(load(folders[1])) == 1  # What is in use stays, however large it is.
+
+
 # --- Real data ----------------------------------------------------------------------------------------------------
 
 

@@ -179,7 +179,7 @@ def test_train_makes_a_series_with_pictures_and_a_summary(small, tmp_path, capfd
     folder = tmp_path / "images-001"
     runs = [Run(folder / f"seed-{seed}") for seed in (0, 1)]
     values = [run.result()["test"]["accuracy"] for run in runs]
-    assert re.search(rf"^test, mean of 2 seeds \+- 95 % interval: accuracy {np.mean(values):.4g} \+- ", shown)
+    assert re.search(rf"^test, mean of 2 seeds and 95 % interval: accuracy {np.mean(values):.4g} (\+- |\()", shown)
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["test"]["accuracy"]["values"] == values
     assert summary["test"]["accuracy"]["mean"] == pytest.approx(np.mean(values))
@@ -300,17 +300,63 @@ def test_predict_says_class_and_probability(small, tmp_path, capfd):
         assert float(chance) > 1 / 3
 
 
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> str:
+    """A run that has hardly begun, and is only read."""
+    root = tmp_path_factory.mktemp("images")
+    data = write_pictures(root / "small.npz")
+    assert main(["train", "images", f"--data={data}", f"--out={root}", "--seeds=1", "--steps=1"]) == 0
+    return str(root / "images-001")
+
+
 @pytest.mark.parametrize("content", [b"", b"GIF89a", b"\x89PNG\r\n\x1a\n" + b"\0" * 50, b"hello"])
-def test_files_that_are_no_pictures_are_told(content, small, tmp_path, complaint, capfd):
-    assert main(["train", "images", f"--data={small}", f"--out={tmp_path}", "--seeds=1", "--steps=1"]) == 0
-    capfd.readouterr()
+def test_files_that_are_no_pictures_are_told(content, run, tmp_path, complaint):
     (tmp_path / "x.png").write_bytes(content)
-    run = str(tmp_path / "images-001")
     assert f"IMAGES: {tmp_path / 'x.png'} cannot be read as a picture" in complaint(
         ["predict", run, str(tmp_path / "x.png")]
     )
     assert "IMAGES: there is no file nowhere.png" in complaint(["predict", run, "nowhere.png"])
     assert "IMAGES" in complaint(["predict", run])
+
+
+def test_one_bad_file_does_not_keep_the_others_from_being_predicted(run, tmp_path, capfd):
+    bad, first, last = (str(tmp_path / name) for name in ("bad.png", "first.png", "last.png"))
+    (tmp_path / "bad.png").write_bytes(b"hello")
+    for file in (first, last):
+        Image.new("L", (12, 12), 99).save(file)
+    assert main(["predict", run, first, bad, "nowhere.png", last]) == 1
+    out, err = capfd.readouterr()
+    assert [line.partition(": ")[0] for line in out.splitlines()] == [first, last]
+    assert err.splitlines()[0].startswith(f"subquad: error: IMAGES: {bad} cannot be read as a picture")
+    assert err.splitlines()[1:] == [
+        "subquad: error: IMAGES: there is no file nowhere.png",
+        "subquad: error: 2 of 4 pictures cannot be read",
+    ]
+    assert main(["predict", run, bad, bad]) == 1
+    assert capfd.readouterr().out == ""
+
+
+@pytest.mark.parametrize("is_light", [True, False])
+def test_predict_says_when_a_picture_has_the_opposite_polarity(is_light, tmp_path, capfd):
+    squares = np.zeros((50, 12, 12), np.uint8)
+    squares[:, 3:9, 3:9] = 200
+    data = squares if is_light else 255 - squares
+    parts = {f"{part}_images": data[:count] for part, count in (("train", 50), ("val", 20), ("test", 21))}
+    file = write_pictures(tmp_path / "squares.npz", **parts)
+    assert main(["train", "images", f"--data={file}", f"--out={tmp_path}", "--seeds=1", "--steps=1"]) == 0
+    same, opposite, plain = (str(tmp_path / f"{name}.png") for name in ("same", "opposite", "plain"))
+    Image.fromarray(data[0]).save(same)
+    Image.fromarray(255 - data[0]).save(opposite)
+    Image.new("L", (12, 12), 255).save(plain)
+    capfd.readouterr()
+    assert main(["predict", str(tmp_path / "images-001"), same, opposite, plain]) == 0
+    out, err = capfd.readouterr()
+    assert len(out.splitlines()) == 3
+    found, usual = ("dark on light", "light on dark") if is_light else ("light on dark", "dark on light")
+    assert err == (
+        f"subquad: warning: {opposite} is {found}, and the pictures that the model was trained on are {usual}: "
+        "invert it\n"
+    )
 
 
 def test_pictures_with_16_bits_and_with_transparency_are_what_they_look_like(tmp_path):
@@ -326,26 +372,20 @@ def test_pictures_with_16_bits_and_with_transparency_are_what_they_look_like(tmp
     assert found[:, 2, 2].tolist() == [255, 255, 255]
 
 
-def test_no_program_is_started_for_a_picture(small, tmp_path, complaint, capfd, monkeypatch):
+def test_no_program_is_started_for_a_picture(run, tmp_path, complaint, monkeypatch):
     """Pillow would hand PostScript to Ghostscript."""
-    assert main(["train", "images", f"--data={small}", f"--out={tmp_path}", "--seeds=1", "--steps=1"]) == 0
-    capfd.readouterr()
     (tmp_path / "gs").write_text(f"#!/bin/sh\ntouch {tmp_path / 'executed'}\n")
     (tmp_path / "gs").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     (tmp_path / "x.png").write_text("%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nshowpage\n")
-    assert "cannot be read as a picture" in complaint(
-        ["predict", str(tmp_path / "images-001"), str(tmp_path / "x.png")]
-    )
+    assert "cannot be read as a picture" in complaint(["predict", run, str(tmp_path / "x.png")])
     assert not (tmp_path / "executed").exists()
 
 
-def test_a_picture_that_would_fill_the_memory_is_refused(small, tmp_path, complaint, capfd, monkeypatch):
-    assert main(["train", "images", f"--data={small}", f"--out={tmp_path}", "--seeds=1", "--steps=1"]) == 0
-    capfd.readouterr()
+def test_a_picture_that_would_fill_the_memory_is_refused(run, tmp_path, complaint, monkeypatch):
     Image.new("L", (64, 64)).save(tmp_path / "bomb.png")
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
-    line = complaint(["predict", str(tmp_path / "images-001"), str(tmp_path / "bomb.png")])
+    line = complaint(["predict", run, str(tmp_path / "bomb.png")])
     assert "bomb.png cannot be read as a picture: " in line
 
 

@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from subquad_lab.figures.intervals import difference, over_seeds
+from subquad_lab.experiments import ALL
+from subquad_lab.figures.intervals import RANGES, difference, over_seeds, shown
 
 numbers = st.lists(st.floats(-100, 100), min_size=2, max_size=12)
 
@@ -18,6 +19,25 @@ def test_the_interval_over_seeds_is_that_of_student(values):
     low, high = stats.t.interval(0.95, len(values) - 1, np.mean(values), error) if error else (np.mean(values),) * 2
     assert found.mean - found.half == pytest.approx(low, abs=1e-9)
     assert found.mean + found.half == pytest.approx(high, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("values", "figure", "text"),
+    [
+        ([0.55, 0.75], "accuracy", "0.65 (0 to 1)"),  # +- 1.3
+        ([0.95, 0.99, 1.0], "accuracy", "0.98 (0.91 to 1)"),
+        ([3.0, 9.0], "perplexity", "6 (1 to 44)"),
+        ([0.55, 0.75], "own_figure", "0.65 +- 1.3"),
+        ([0.80, 0.82, 0.81], "accuracy", "0.81 +- 0.025"),
+        ([1.0, 1.0], "accuracy", "1 +- 0"),
+    ],
+)
+def test_no_interval_leaves_the_range_of_its_figure(values, figure, text):
+    assert shown(values, figure) == text
+
+
+def test_the_figures_of_all_experiments_have_a_range():
+    assert {experiment.measure for experiment in ALL} <= RANGES.keys()
 
 
 @given(numbers, numbers)
