@@ -60,9 +60,9 @@ def inputs(seed: int) -> tuple[str, Tensor, Tensor, Tensor]:
     q, k, v = (normal(1, 2, n, d, generator=generator) for _ in range(3))
     q, k = q * scale**0.5, k * scale**0.5
     if kind == "clustered":
-        centres = normal(1, 2, 8, d, generator=generator) * (2 * scale) ** 0.5
+        centers = normal(1, 2, 8, d, generator=generator) * (2 * scale) ** 0.5
         for x, spread in ((q, 0.2), (k, 0.2)):
-            x.mul_(spread).add_(centres[:, :, torch.randint(8, (n,), generator=generator)])
+            x.mul_(spread).add_(centers[:, :, torch.randint(8, (n,), generator=generator)])
         v = v * 0.3 + normal(1, 2, 8, d, generator=generator)[:, :, torch.randint(8, (n,), generator=generator)]
     elif kind == "outliers":
         count = int(torch.randint(1, 6, (1,), generator=generator))
@@ -71,7 +71,7 @@ def inputs(seed: int) -> tuple[str, Tensor, Tensor, Tensor]:
     elif kind == "common mean":
         k = k + normal(1, 2, 1, d, generator=generator) * float(pick((0.5, 2.0, 8.0)))
         v = v + normal(1, 2, 1, d, generator=generator)
-    elif kind == "small spread":  # any average is near the mean; a vanishing normaliser is not
+    elif kind == "small spread":  # any average is near the mean; a vanishing normalizer is not
         k, v = k + float(pick((0.5, 2.0, 8.0))), 10 + 0.1 * v
         q = q * float(pick((0.0, 0.1, 1.0))) + q[:, :, :1]
     elif kind == "rare rows":  # all of one norm; one in a hundred meets the one loud key head on

@@ -93,12 +93,12 @@ def load(path: Path | None = None) -> tuple[nn.Module, Callable[..., Any]]:
 def texts(tokenizer: Callable[..., Any], length: int, transcripts: Path | None = None) -> dict[str, Tensor]:
     """Texts of different kinds, (1, length) each: those that are long enough and whose package is installed.
 
-    transcripts: LJSpeech's metadata.csv, lines of id|text|normalised, read from books of the 19th and 20th century.
+    transcripts: LJSpeech's metadata.csv, lines of id|text|normalized, read from books of the 19th and 20th century.
     """
     sources: dict[str, Callable[[], str]] = {
         "manual": manual,
         "source": _source,
-        "licence": _licence,
+        "license": _license,
         "data sets": _data_sets,
         "news": _news,
     }
@@ -119,7 +119,7 @@ def texts(tokenizer: Callable[..., Any], length: int, transcripts: Path | None =
 
 def corpus(tokenizer: Callable[..., Any], length: int) -> Tensor:
     """(1, length): texts one after another, as many tokens of each as it takes."""
-    readers = (manual, _source, _licence, _data_sets, _news)
+    readers = (manual, _source, _license, _data_sets, _news)
     tokens = torch.cat([tokenizer(read(), return_tensors="pt").input_ids for read in readers], 1)
     if tokens.shape[1] < length:
         raise ValueError(f"length: the texts have {tokens.shape[1]:,} tokens, expected at most as many, got {length:,}")
@@ -137,7 +137,7 @@ def _source() -> str:
     return inspect.getsource(__import__("argparse"))
 
 
-def _licence() -> str:
+def _license() -> str:
     return "\n".join(path.read_text() for path in _files("scipy", "LICENSE.txt"))
 
 

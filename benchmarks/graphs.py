@@ -1,4 +1,4 @@
-"""What self-loops and normalisation do to a graph network, and attention in the place of both, on a citation graph.
+"""What self-loops and normalization do to a graph network, and attention in the place of both, on a citation graph.
 
     python benchmarks/graphs.py --data FOLDER [--out runs/benchmark] [--seeds 10]
 

@@ -49,13 +49,13 @@ class About:
 
 @dataclass(frozen=True)
 class Range:
-    """How far the scaled logits reach: by the norms, over all pairs, and over all pairs with the keys centred."""
+    """How far the scaled logits reach: by the norms, over all pairs, and over all pairs with the keys centered."""
 
     text: str
     layer: int
     by_norms: float
     pairs: tuple[float, float]
-    centred: tuple[float, float]
+    centered: tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -93,13 +93,13 @@ class Embedding:
     least_cosine: float
 
 
-def centre(layer: Layer, keep: Tensor) -> Tensor:
+def center(layer: Layer, keep: Tensor) -> Tensor:
     """(h, d): the mean of all keys that are no padding, one for the whole batch, as `plan` takes it."""
     return (layer.key * keep[:, None, :, None]).sum((0, 2)) / keep.sum()
 
 
 def methods(shift: Tensor) -> dict[str, Any]:
-    """What is compared; `shift` is the centre of the keys."""
+    """What is compared; `shift` is the center of the keys."""
     return {
         MEAN: Taylor(0),
         "Taylor(1)": Taylor(1),
@@ -118,14 +118,14 @@ def look(text: Text, layers: Sequence[Layer]) -> Iterator[Range | MethodError]:
     """Ranges and errors of all layers."""
     for number, layer in enumerate(layers):
         print(f"{text.name}, layer {number}", flush=True)
-        shift, keep = centre(layer, text.keep), text.keep
+        shift, keep = center(layer, text.keep), text.keep
         query = layer.query * keep[:, None, :, None]  # Padding asks nothing: its logits are 0.
         find = partial(subquad.logit_range, query, key_padding_mask=keep)
         everything = query.shape[-2]
-        pairs, centred = (find(key, rows=everything) for key in (layer.key, layer.key - shift[:, None]))
-        yield Range(text.name, number, find(layer.key)[1], pairs, centred)
+        pairs, centered = (find(key, rows=everything) for key in (layer.key, layer.key - shift[:, None]))
+        yield Range(text.name, number, find(layer.key)[1], pairs, centered)
         for name, method in methods(shift).items():
-            reach = pairs if getattr(method, "key_shift", None) is None else centred
+            reach = pairs if getattr(method, "key_shift", None) is None else centered
             predicted = subquad.error(method, logit_range=reach).relative
             yield MethodError(text.name, number, name, predicted, *measure(method, layer, keep))
 
@@ -148,9 +148,9 @@ def choices(text: Text, layers: Sequence[Layer]) -> Iterator[Choice]:
 
 
 def compare(model: nn.Module, text: Text, layers: Sequence[Layer]) -> Iterator[Embedding]:
-    """Embeddings with all layers swapped, against the exact ones. Centres are those of the exact model's keys."""
+    """Embeddings with all layers swapped, against the exact ones. Centers are those of the exact model's keys."""
     exact = embed(model, text)
-    of_layers = [methods(centre(layer, text.keep)) for layer in layers]
+    of_layers = [methods(center(layer, text.keep)) for layer in layers]
     for name in ("Exact()", *of_layers[0]):
         print(f"{text.name}, all layers by {name}", flush=True)
         with swapped(model, [{"Exact()": Exact(), **named}[name] for named in of_layers]):
@@ -219,7 +219,7 @@ def markdown(rows: Sequence[Any]) -> str:
         "MiniLM (all-MiniLM-L6-v2), trained with exact attention; nothing is trained here. "
         f"Text: {source.source}; {source.sizes}. "
         "Errors are |out - exact| / |exact| over the tokens that are no padding: above 1 the answer is worse than "
-        "zeros. Keys are centred by one mean for each head, over the whole text. Predictions come from the range over "
+        "zeros. Keys are centered by one mean for each head, over the whole text. Predictions come from the range over "
         "all pairs, for values that know nothing of the logits; a series that can be negative there has no bound.",
     ]
     for text in dict.fromkeys(row.text for row in ranges):
@@ -229,7 +229,7 @@ def markdown(rows: Sequence[Any]) -> str:
         reach = {
             "by norms, rigorous": [f"+-{row.by_norms:.1f}" for row in mine],
             "over all pairs": [ends(row.pairs) for row in mine],
-            "over all pairs, keys centred": [ends(row.centred) for row in mine],
+            "over all pairs, keys centered": [ends(row.centered) for row in mine],
         }
         cells: dict[str, list[str]] = {}
         for row in (row for row in errors if row.text == text):

@@ -9,7 +9,7 @@ from subquad_lab.theory import SUBJECTS, all_claims
 from subquad_lab.theory.claims import Check, Claim, Finding, Setting, shown
 
 DOCS = Path(__file__).parents[1] / "docs"
-TITLES = {"attention": "Attention", "recurrence": "Recurrent networks", "optimizers": "Optimisers",
+TITLES = {"attention": "Attention", "recurrence": "Recurrent networks", "optimizers": "Optimizers",
           "networks": "Convolutions and graphs"}  # fmt: skip
 HEAD = """# The theory, checked
 

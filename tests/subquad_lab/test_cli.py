@@ -44,13 +44,13 @@ finally:
     [
         ([], "subcommand"),
         (["dance"], "dance"),
-        (["bench", "--colour", "red"], "--colour"),
+        (["bench", "--color", "red"], "--color"),
         (["bench", "--heads", "many"], "many"),
-        (["bench", "--heads", "0"], "--heads: expected whole numbers above 0, found '0'"),
-        (["bench", "--lengths", "16,x"], "--lengths: expected whole numbers above 0, found 'x'"),
+        (["bench", "--heads", "0"], "--heads: expected positive integers, got '0'"),
+        (["bench", "--lengths", "16,x"], "--lengths: expected positive integers, got 'x'"),
         (["bench", "--methods", "softmax"], "--methods: expected one of 'exact', 'taylor'"),
-        (["bench", "--out", ""], "--out: expected a folder, found ''"),
-        (["verify", "14", "--plots", ""], "--plots: expected a folder, found ''"),
+        (["bench", "--out", ""], "--out: expected a folder, got ''"),
+        (["verify", "14", "--plots", ""], "--plots: expected a folder, got ''"),
         (["synthesize", "/dev/null", "out"], "METADATA: /dev/null is no regular file; expected a file with lines"),
     ],
 )

@@ -135,9 +135,9 @@ def planetoid(contents: dict[str, bytes], files: dict[str, Path]) -> dict[str, n
     for what, of in (("x", "y"), ("tx", "ty"), ("allx", "ally")):
         if len(matrices[what]) != len(chosen[of]):
             raise UsageError(f"--data: {files[of]}: expected {len(matrices[what])} rows as in {files[what].name}, "
-                             f"found {len(chosen[of])}")  # fmt: skip
+                             f"got {len(chosen[of])}")  # fmt: skip
         if matrices[what].shape[1] != matrices["allx"].shape[1]:
-            raise UsageError(f"--data: {files[what]}: expected {matrices['allx'].shape[1]} features, found "
+            raise UsageError(f"--data: {files[what]}: expected {matrices['allx'].shape[1]} features, got "
                              f"{matrices[what].shape[1]}")  # fmt: skip
     if len(listed) != len(matrices["tx"]) or len(set(listed)) != len(listed) or min(listed, default=-1) < before:
         raise UsageError(f"--data: {files['test.index']}: expected {len(matrices['tx'])} different numbers >= {before}")
@@ -146,7 +146,7 @@ def planetoid(contents: dict[str, bytes], files: dict[str, Path]) -> dict[str, n
             raise UsageError(f"--data: {files[part]}: expected the first rows of {files[whole].name}")
     if len(matrices["x"]) + VALID > before:
         raise UsageError(
-            f"--data: {files['allx']}: expected at least {len(matrices['x']) + VALID} rows, found {before}"
+            f"--data: {files['allx']}: expected at least {len(matrices['x']) + VALID} rows, got {before}"
         )
     nodes = max(listed) + 1
     if nodes > 2 * (before + len(listed)):
@@ -168,7 +168,7 @@ def _numbers(content: bytes, path: Path) -> list[int]:
     try:
         return [int(line) for line in content.decode("ascii").split()]
     except ValueError as error:
-        raise UsageError(f"--data: {path}: expected a whole number on each line: {error}") from error
+        raise UsageError(f"--data: {path}: expected an integer on each line: {error}") from error
 
 
 def _features(found: Any, path: Path) -> np.ndarray:
@@ -176,7 +176,7 @@ def _features(found: Any, path: Path) -> np.ndarray:
     from scipy.sparse import csr_matrix
 
     if not isinstance(found, PickledMatrix):
-        raise UsageError(f"--data: {path}: expected a sparse matrix, found {named(found)}")
+        raise UsageError(f"--data: {path}: expected a sparse matrix, got {named(found)}")
     try:
         rows, columns = (int(size) for size in found.state["_shape"])
         if 16 * rows * columns > room():
@@ -195,22 +195,22 @@ def _features(found: Any, path: Path) -> np.ndarray:
 def _classes(found: Any, path: Path) -> np.ndarray:
     """Rows with a 1 in the place of the class; a row of zeros is unknown."""
     if not isinstance(found, PickledArray):
-        raise UsageError(f"--data: {path}: expected an array, found {named(found)}")
+        raise UsageError(f"--data: {path}: expected an array, got {named(found)}")
     try:
         table = found.values()
     except Exception as error:  # Its parts can be anything.
         raise UsageError(f"--data: {path}: is no whole array: {error}") from error
     if table.ndim != 2 or not table.shape[1] or not np.isin(table, (0, 1)).all() or (table.sum(1) > 1).any():
-        raise UsageError(f"--data: {path}: expected rows of zeros with at most one 1, found an array {table.shape}")
+        raise UsageError(f"--data: {path}: expected rows of zeros with at most one 1, got an array {table.shape}")
     return np.where(table.any(1), table.argmax(1), -1)
 
 
 def _edges(found: Any, nodes: int, path: Path, size: int) -> np.ndarray:
     """Both ways, each once, none from a node to itself; `size` is that of the file in bytes."""
     if not isinstance(found, dict) or not all(isinstance(near, list) for near in found.values()):
-        raise UsageError(f"--data: {path}: expected the neighbours of each node, found {named(found)}")
+        raise UsageError(f"--data: {path}: expected the neighbors of each node, got {named(found)}")
     if sum(map(len, found.values())) > size:  # Each takes a byte at least, unless one list is used again and again.
-        raise UsageError(f"--data: {path}: expected the neighbours of each node in a list of its own")
+        raise UsageError(f"--data: {path}: expected the neighbors of each node in a list of its own")
     pairs = [(node, other) for node, near in found.items() for other in near]
     if not all(type(end) is int and 0 <= end < nodes for pair in pairs for end in pair):
         raise UsageError(f"--data: {path}: expected numbers of nodes from 0 to below {nodes}")
@@ -229,10 +229,10 @@ def _graph(name: str, arrays: dict[str, np.ndarray], where: object) -> Graph:
         array = arrays[what]
         if array.dtype.kind not in kind or array.ndim != dimensions or (not array.size and what != "edges"):
             raise UsageError(f"--data: {where}: {what}: expected {'numbers' if 'f' in kind else 'whole numbers'} in "
-                             f"{dimensions} dimensions, found {array.dtype} {array.shape}")  # fmt: skip
+                             f"{dimensions} dimensions, got {array.dtype} {array.shape}")  # fmt: skip
     nodes = len(arrays["features"])
     if len(arrays["edges"]) != 2 or len(arrays["classes"]) != nodes:
-        raise UsageError(f"--data: {where}: expected (2, edges) and a class for each of {nodes} nodes, found "
+        raise UsageError(f"--data: {where}: expected (2, edges) and a class for each of {nodes} nodes, got "
                          f"{arrays['edges'].shape} and {arrays['classes'].shape}")  # fmt: skip
     for what in ("edges", "train", "valid", "test"):
         if arrays[what].size and not 0 <= arrays[what].min() <= arrays[what].max() < nodes:

@@ -110,7 +110,7 @@ def _mnist(folder: Path) -> Pictures:
     places = [place for place in (folder, folder / "raw", *inner) if any(place.glob("train-images-idx3-ubyte*"))]
     if len(places) != 1:
         found = f"{len(places)}: {', '.join(map(str, places))}" if places else "none"
-        raise UsageError(f"--data: expected one folder with train-images-idx3-ubyte in {folder}, found {found}")
+        raise UsageError(f"--data: expected one folder with train-images-idx3-ubyte in {folder}, got {found}")
     parts = {}
     for part in ("train", "t10k"):
         pictures, classes = (
@@ -141,7 +141,7 @@ def read_idx(path: Path) -> np.ndarray:
             head = file.read(4)
             if len(head) < 4 or head[:3] != b"\0\0\x08" or not 1 <= head[3] <= 3:
                 raise UsageError(
-                    f"--data: {path}: expected the head 00 00 08 and 1 to 3 dimensions, found {head.hex(' ')}"
+                    f"--data: {path}: expected the head 00 00 08 and 1 to 3 dimensions, got {head.hex(' ')}"
                 )
             sizes = [int.from_bytes(file.read(4)) for _ in range(head[3])]
             count = int(np.prod(sizes, dtype=object))
@@ -154,7 +154,7 @@ def read_idx(path: Path) -> np.ndarray:
         raise UsageError(f"--data: cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
     if len(content) != count:
         found = "more" if len(content) > count else f"{len(content):,}"
-        raise UsageError(f"--data: {path}: expected {count:,} bytes for {sizes}, found {found}")
+        raise UsageError(f"--data: {path}: expected {count:,} bytes for {sizes}, got {found}")
     return np.frombuffer(bytearray(content), np.uint8).reshape(sizes)  # torch wants what can be written to
 
 
@@ -162,23 +162,23 @@ def read_idx(path: Path) -> np.ndarray:
 
 
 def _checked(where: str, pictures: np.ndarray, classes: np.ndarray) -> Part:
-    """Bytes, one picture for each class: grey (n, height, width) or in colours (n, height, width, 3)."""
+    """Bytes, one picture for each class: gray (n, height, width) or in colors (n, height, width, 3)."""
     if pictures.dtype != np.uint8:
-        raise UsageError(f"--data: {where}images: expected uint8, found {pictures.dtype}")
+        raise UsageError(f"--data: {where}images: expected uint8, got {pictures.dtype}")
     if pictures.ndim == 3:
         pictures = pictures[..., None]
     if pictures.ndim != 4 or pictures.shape[-1] not in (1, 3) or 0 in pictures.shape:
         raise UsageError(
-            f"--data: {where}images: expected (n, height, width) or (n, height, width, 3), found {pictures.shape}"
+            f"--data: {where}images: expected (n, height, width) or (n, height, width, 3), got {pictures.shape}"
         )
     if classes.dtype.kind not in "iu":
-        raise UsageError(f"--data: {where}labels: expected whole numbers, found {classes.dtype}")
+        raise UsageError(f"--data: {where}labels: expected integers, got {classes.dtype}")
     if classes.shape not in ((len(pictures),), (len(pictures), 1)):
         raise UsageError(
-            f"--data: {where}labels: expected one for each of {len(pictures):,} images, found {classes.shape}"
+            f"--data: {where}labels: expected one for each of {len(pictures):,} images, got {classes.shape}"
         )
     if classes.min() < 0 or classes.max() > 255:
-        raise UsageError(f"--data: {where}labels: expected 0 to 255, found {classes.min()} to {classes.max()}")
+        raise UsageError(f"--data: {where}labels: expected 0 to 255, got {classes.min()} to {classes.max()}")
     numbers = torch.from_numpy(classes.reshape(-1).astype(np.int64))
     return torch.from_numpy(np.ascontiguousarray(pictures.transpose(0, 3, 1, 2))), numbers
 
@@ -210,7 +210,7 @@ def published_test(part: Part) -> Part:
     rows = [torch.nonzero(part[1] == i)[:count, 0] for i, count in enumerate(PUBLISHED_TEST)]
     found = tuple(map(len, rows))
     if found != PUBLISHED_TEST:
-        raise UsageError(f"published_test: expected {PUBLISHED_TEST} test images of the classes, found {found}")
+        raise UsageError(f"published_test: expected {PUBLISHED_TEST} test images of the classes, got {found}")
     return _at(part, torch.cat(rows).sort().values)
 
 

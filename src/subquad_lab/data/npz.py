@@ -20,7 +20,7 @@ def read_npz(path: Path, keys: list[str]) -> dict[str, np.ndarray]:
             missing = [key for key in keys if key not in content.files]
             if missing:
                 raise UsageError(f"--data: {path} has no array {missing[0]!r}; expected {', '.join(keys)}, "
-                                 f"found {', '.join(content.files) or 'none'}")  # fmt: skip
+                                 f"got {', '.join(content.files) or 'none'}")  # fmt: skip
             found = {key: content[key] for key in keys}
     except UsageError:
         raise

@@ -1,10 +1,10 @@
 """Sound files, and what the encoder sees of them.
 
-    power = |stft|^2 (Hann window of 400 samples, a step of 160, centred)  ->  80 mels  ->  log10, at least 1e-10
+    power = |stft|^2 (Hann window of 400 samples, a step of 160, centered)  ->  80 mels  ->  log10, at least 1e-10
     ->  at least the clip's largest value - 8  ->  (x + 4) / 4
 
 On Slaney's scale a mel is 200/3 Hz below 1,000 Hz; above, 27 mels are a factor of 6.4. The filters are triangles
-between neighbouring mels, each of area 1.
+between neighboring mels, each of area 1.
 """
 
 from functools import lru_cache

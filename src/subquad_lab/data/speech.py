@@ -1,8 +1,8 @@
 """Clips of speech and what is said in them, from three kinds of places.
 
-    embedded         spoken numbers, synthesised by espeak-ng (the extra `speech`): several voices, speeds and pitches;
+    embedded         spoken numbers, synthesized by espeak-ng (the extra `speech`): several voices, speeds and pitches;
                      a number is in one part alone
-    LJSpeech's       metadata.csv with id|text|normalised text, and wavs/: the first 75 % of the lines are for training,
+    LJSpeech's       metadata.csv with id|text|normalized text, and wavs/: the first 75 % of the lines are for training,
                      5 % for validation, 20 % for the test
     spoken digits    {digit}_{speaker}_{index}.wav: clips joined at random into strings of 3 to 6 digits; the clips are
                      split before they are joined, by index (0 to 4 test, 5 to 9 validation) or by speaker
@@ -38,7 +38,7 @@ CLIPS = 2400
 LEAST_LINES = 5  # of a table: three parts
 MOST_STRINGS = 100_000
 PAUSE = (0.02, 0.12)  # seconds between joined digits
-SYNTHETIC = "synthesis.json"  # in a folder whose clips were synthesised
+SYNTHETIC = "synthesis.json"  # in a folder whose clips were synthesized
 Split = Literal["index", "speaker"]
 
 
@@ -81,7 +81,7 @@ def load_speech(data: str | None, split: Split = "index", clips: int | None = No
         return featured(
             f"spoken digits, by {split}", _joined(found, split, CLIPS if clips is None else clips, resample), resample
         )
-    raise UsageError(f"--data: expected metadata.csv or files like 7_george_3.wav in {folder}, found neither")
+    raise UsageError(f"--data: expected metadata.csv or files like 7_george_3.wav in {folder}, got neither")
 
 
 # --- Numbers ------------------------------------------------------------------------------------------------------
@@ -106,7 +106,7 @@ def in_words(number: int) -> str:
 def _numbers(clips: int, speaker: Speaker, resample: bool) -> dict[str, list[Utterance]]:
     """Below 10,000, each in one part alone."""
     if not 24 <= clips <= 10_000:
-        raise UsageError(f"clips: expected 24 to 10,000 spoken numbers, found {clips:,}")
+        raise UsageError(f"clips: expected 24 to 10,000 spoken numbers, got {clips:,}")
     draw = random.Random(0)
     made = []
     for number in draw.sample(range(10_000), clips):
@@ -129,7 +129,7 @@ class Transcript(NamedTuple):
     """A line of the table; `fault` says why it cannot be used."""
 
     name: str
-    text: str  # normalised
+    text: str  # normalized
     original: str = ""
     fault: str = ""
 
@@ -145,7 +145,7 @@ def transcripts(table: Path) -> list[Transcript]:
             continue
         fault = ""
         if len(cells) not in (2, 3):
-            fault = "is not id|text|normalised text"
+            fault = "is not id|text|normalized text"
         elif not re.fullmatch(r"[\w.-]{1,200}", cells[0]):
             shown = cells[0] if len(cells[0]) <= 40 else f"{cells[0][:40]}... ({len(cells[0]):,} characters)"
             fault = f"has the id {shown!r}; expected 1 to 200 letters, digits, underscores, dots or dashes"
@@ -173,7 +173,7 @@ def _transcribed(table: Path, clips: int | None, resample: bool) -> dict[str, li
             path = path.with_suffix(".flac")
         made.append(Utterance(line.name, line.text, partial(_heard, line, path, resample), (path,)))
     if len(made) < LEAST_LINES:
-        raise UsageError(f"--data: expected at least {LEAST_LINES} lines of {table}, found {len(made)}")
+        raise UsageError(f"--data: expected at least {LEAST_LINES} lines of {table}, got {len(made)}")
     first = len(made) * 3 // 4
     second = max(first + 1, len(made) * 4 // 5)
     return {"train": made[:first], "valid": made[first:second], "test": made[second:]}
@@ -192,7 +192,7 @@ def _joined(found: dict[Path, re.Match[str]], split: Split, clips: int, resample
     """Strings of 3 to 6 digits, all of one speaker."""
     speakers = sorted({match[2] for match in found.values()})
     if split == "speaker" and len(speakers) < 3:
-        raise UsageError(f"split: expected at least 3 speakers, found {', '.join(speakers)}")
+        raise UsageError(f"split: expected at least 3 speakers, got {', '.join(speakers)}")
 
     def part_of(match: re.Match[str]) -> str:
         if split == "index":
@@ -200,7 +200,7 @@ def _joined(found: dict[Path, re.Match[str]], split: Split, clips: int, resample
         return {speakers[-1]: "test", speakers[-2]: "valid"}.get(match[2], "train")
 
     if not 12 <= clips <= MOST_STRINGS:
-        raise UsageError(f"clips: expected 12 to {MOST_STRINGS:,} strings of digits, found {clips:,}")
+        raise UsageError(f"clips: expected 12 to {MOST_STRINGS:,} strings of digits, got {clips:,}")
     draw, parts = random.Random(0), {}
     for part in PARTS:
         groups: dict[str, list[tuple[Path, int]]] = {}

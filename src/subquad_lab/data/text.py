@@ -96,7 +96,7 @@ def embedded() -> dict[str, list[str]]:
 def _plain(folder: Path) -> dict[str, list[str]]:
     files = sorted(path for path in folder.rglob("*") if path.suffix in SUFFIXES and path.is_file())
     if not files:
-        raise UsageError(f"--data: expected files {', '.join('*' + s for s in SUFFIXES)} in {folder}, found none")
+        raise UsageError(f"--data: expected files {', '.join('*' + s for s in SUFFIXES)} in {folder}, got none")
     texts = {str(path.relative_to(folder)): paragraphs_of(read(path)) for path in files}
     if len(texts) >= 20:
         return _split(texts)

@@ -18,5 +18,5 @@ EXPERIMENTS = {experiment.name: experiment for experiment in ALL}
 def experiment_named(name: str) -> Experiment[Any]:
     """The experiment of a run, which its files name."""
     if name not in EXPERIMENTS:
-        raise UsageError(f"EXPERIMENT: expected one of {', '.join(EXPERIMENTS)}, found {name!r}")
+        raise UsageError(f"EXPERIMENT: expected one of {', '.join(EXPERIMENTS)}, got {name!r}")
     return EXPERIMENTS[name]

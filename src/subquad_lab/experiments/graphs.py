@@ -1,4 +1,4 @@
-"""What do self-loops and normalisation do to a graph network, and can attention stand in the place of both?
+"""What do self-loops and normalization do to a graph network, and can attention stand in the place of both?
 
     loss = mean over the training nodes of -log p(class | graph).
 
@@ -21,7 +21,7 @@ from subquad_lab.data.graphs import Graph, load_graph
 from subquad_lab.figures.classification import PREDICTIONS, Predictions, confusion_picture, figures
 from subquad_lab.figures.plots import axes_of, svg
 from subquad_lab.models import parameters, refuse_too_large
-from subquad_lab.models.graphs import Attention, Convolution, GraphNet, Mixer, Normalisation, propagation
+from subquad_lab.models.graphs import Attention, Convolution, GraphNet, Mixer, Normalization, propagation
 from subquad_lab.options.methods import parse_method, refuse_many_features
 from subquad_lab.system.memory import memory
 from subquad_lab.training import optimizers
@@ -42,9 +42,9 @@ class Config(Training):
     Args:
         batch: Graphs of a step: 1, the whole.
         data: A folder with Planetoid's files, or an npz file of such a graph; the karate club if not given.
-        mixer: What a node makes of the others: gcn, attention to neighbours, attention to all, or both of these.
+        mixer: What a node makes of the others: gcn, attention to neighbors, attention to all, or both of these.
         self_loops: Whether a node of the gcn sees itself.
-        normalisation: Of the gcn's sums: symmetric, row (a mean), or none.
+        normalization: Of the gcn's sums: symmetric, row (a mean), or none.
         method: Of attention to all: taylor:DEGREE, random:FEATURES, linear:ACTIVATION, separable, exact.
         width: Of the hidden layer, and of queries and keys.
         heads: Of attention, each of the full width.
@@ -61,7 +61,7 @@ class Config(Training):
     data: str | None = None
     mixer: Mixer = "gcn"
     self_loops: bool = True
-    normalisation: Normalisation = "symmetric"
+    normalization: Normalization = "symmetric"
     method: str = "linear:elu"
     width: int = 16
     heads: int = 1
@@ -70,12 +70,12 @@ class Config(Training):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.batch != 1:
-            raise UsageError(f"batch: expected 1, the whole graph, found {self.batch}")
+            raise UsageError(f"batch: expected 1, the whole graph, got {self.batch}")
         for name in ("width", "heads"):
             if getattr(self, name) < 1:
-                raise UsageError(f"{name}: expected a whole number >= 1, found {getattr(self, name)}")
+                raise UsageError(f"{name}: expected a positive integer, got {getattr(self, name)}")
         if not 0 <= self.dropout < 1:
-            raise UsageError(f"dropout: expected a number from 0 to below 1, found {self.dropout}")
+            raise UsageError(f"dropout: expected a number in [0, 1), got {self.dropout}")
         parse_method(self.method)
         if self.mixer in ("all", "both"):
             refuse_many_features(self.method, self.width)
@@ -87,18 +87,18 @@ def make_model(config: Config, graph: Graph, classes: int) -> GraphNet:
     refuse_too_large(total, f"width: a layer of width {width}")
     layers: tuple[nn.Module, nn.Module]
     if config.mixer == "gcn":
-        sums = propagation(graph.edges, graph.nodes, config.self_loops, config.normalisation)
+        sums = propagation(graph.edges, graph.nodes, config.self_loops, config.normalization)
         layers = Convolution(inward, width, *sums), Convolution(width, classes, *sums)
     else:
-        mask = neighbours(graph, config.heads) if config.mixer != "all" else None
-        method = parse_method(config.method) if config.mixer != "neighbours" else None
+        mask = neighbors(graph, config.heads) if config.mixer != "all" else None
+        method = parse_method(config.method) if config.mixer != "neighbors" else None
         layers = (Attention(inward, width, width, config.heads, mask, method),
                   Attention(width, classes, width, config.heads, mask, method))  # fmt: skip
     first, second = layers
     return GraphNet(first, second, config.dropout, graph.features)
 
 
-def neighbours(graph: Graph, heads: int) -> Tensor:
+def neighbors(graph: Graph, heads: int) -> Tensor:
     """(n, n), True where a node is seen: itself, and those that an edge leads from."""
     needed = (1 + 16 * heads) * graph.nodes**2  # the mask, and the weights of both layers with their gradients
     if needed > memory():
@@ -163,11 +163,11 @@ class Graphs:
 
 def flattened(points: Tensor) -> Tensor:
     """(n, w) in the plane in which they differ most: their first two principal components."""
-    centred = (points - points.mean(0)).double()
-    _, _, directions = torch.linalg.svd(centred, full_matrices=False)
+    centered = (points - points.mean(0)).double()
+    _, _, directions = torch.linalg.svd(centered, full_matrices=False)
     directions = directions[:2]
     largest = directions.gather(1, directions.abs().argmax(1, keepdim=True))
-    return F.pad(centred @ (directions * largest.sign()).T, (0, 2 - len(directions)))  # Else the sign is anyone's.
+    return F.pad(centered @ (directions * largest.sign()).T, (0, 2 - len(directions)))  # Else the sign is anyone's.
 
 
 def norms(graph: Graph, features: Tensor) -> dict[str, list[float]]:
@@ -175,19 +175,19 @@ def norms(graph: Graph, features: Tensor) -> dict[str, list[float]]:
     from scipy.sparse import csr_matrix
 
     found = {}
-    for self_loops, normalisation in product((True, False), get_args(Normalisation)):
-        edges, weights = propagation(graph.edges, graph.nodes, self_loops, normalisation)
+    for self_loops, normalization in product((True, False), get_args(Normalization)):
+        edges, weights = propagation(graph.edges, graph.nodes, self_loops, normalization)
         matrix = csr_matrix((weights.double().numpy(), edges.flip(0).numpy()), (graph.nodes, graph.nodes))
         x, sizes = features.double().numpy(), []
         for _ in range(PROPAGATIONS + 1):
             sizes.append(float(np.linalg.norm(x) / max(float(features.double().norm()), 1e-30)))
             x = matrix @ x
-        found[f"{normalisation}, {'with' if self_loops else 'without'} self-loops"] = sizes
+        found[f"{normalization}, {'with' if self_loops else 'without'} self-loops"] = sizes
     return found
 
 
 def build(config: Config) -> Graphs:
-    if config.mixer in ("gcn", "neighbours") and config.method != Config.method:
+    if config.mixer in ("gcn", "neighbors") and config.method != Config.method:
         warnings.warn(f"--method {config.method} has no effect: it is of attention to all nodes, --mixer all or both",
                       stacklevel=2)  # fmt: skip
     return Graphs(config, load_graph(config.data))
@@ -196,18 +196,18 @@ def build(config: Config) -> Graphs:
 def label(config: Config) -> str:
     """What tells a run apart from others."""
     if config.mixer != "gcn":
-        return config.mixer if config.mixer == "neighbours" else f"{config.mixer}, {config.method}"
-    return f"gcn, {config.normalisation}, {'with' if config.self_loops else 'without'} self-loops"
+        return config.mixer if config.mixer == "neighbors" else f"{config.mixer}, {config.method}"
+    return f"gcn, {config.normalization}, {'with' if config.self_loops else 'without'} self-loops"
 
 
 def variants(config: Config) -> dict[str, Config]:
     """The GCN with each switch, and attention in its place; all else is equal."""
-    base = replace(config, mixer="gcn", self_loops=True, normalisation="symmetric", method=Config.method)
+    base = replace(config, mixer="gcn", self_loops=True, normalization="symmetric", method=Config.method)
     found = {}
-    for normalisation, self_loops in product(get_args(Normalisation), (True, False)):
-        name = f"gcn {normalisation}{'' if self_loops else ' no-loops'}"
-        found[name] = replace(base, normalisation=normalisation, self_loops=self_loops)
-    found["neighbours"] = replace(base, mixer="neighbours")
+    for normalization, self_loops in product(get_args(Normalization), (True, False)):
+        name = f"gcn {normalization}{'' if self_loops else ' no-loops'}"
+        found[name] = replace(base, normalization=normalization, self_loops=self_loops)
+    found["neighbors"] = replace(base, mixer="neighbors")
     return found | {mixer: replace(base, mixer=mixer, method=config.method) for mixer in ("all", "both")}
 
 
@@ -222,7 +222,7 @@ def pictures(run: Run, config: Config) -> dict[str, bytes]:
 
 
 def norms_picture(run: Run) -> bytes:
-    """Without normalisation they grow by a factor each time; with it they stay in sight of each other."""
+    """Without normalization they grow by a factor each time; with it they stay in sight of each other."""
     figure, (left, right) = axes_of(2)
     for name, sizes in run.read_json(f"{NORMS}.json").items():
         if not is_finite(sizes):

@@ -64,7 +64,7 @@ class Config(Training):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.dropout < 1:
-            raise UsageError(f"dropout: expected a number from 0 to below 1, found {self.dropout}")
+            raise UsageError(f"dropout: expected a number in [0, 1), got {self.dropout}")
 
 
 class Images:
@@ -84,7 +84,7 @@ class Images:
         count = len(pictures.train[1])
         if count < config.batch:
             raise UsageError(f"batch: expected at most the {count:,} training pictures of {pictures.name}, "
-                             f"found {config.batch}")  # fmt: skip
+                             f"got {config.batch}")  # fmt: skip
         self.batches = -(-count // config.batch)
         self.is_published_test = config.published_test and pictures.name in (OCT, f"{OCT}, changed")
         self.parts = {"valid": pictures.valid, "test": pictures.test}

@@ -74,11 +74,11 @@ class Config(Training):
         super().__post_init__()
         for name in ("embedding", "width", "layers", "heads", "context"):
             if getattr(self, name) < 1:
-                raise UsageError(f"{name}: expected a whole number >= 1, found {getattr(self, name)}")
+                raise UsageError(f"{name}: expected a positive integer, got {getattr(self, name)}")
         if not 0 <= self.dropout < 1:
-            raise UsageError(f"dropout: expected a number from 0 to below 1, found {self.dropout}")
+            raise UsageError(f"dropout: expected a number in [0, 1), got {self.dropout}")
         if self.model == "transformer" and self.width % self.heads:
-            raise UsageError(f"heads: expected a number that divides the width of {self.width}, found {self.heads}")
+            raise UsageError(f"heads: expected a number that divides the width of {self.width}, got {self.heads}")
         if self.model == "transformer":
             refuse_many_features(self.method, self.width // self.heads)
 
@@ -161,14 +161,14 @@ class Language:
         """The prompt, and what the model says after it up to the end of the sentence."""
         place, words = self.corpus.numbers, self.corpus.split(prompt)
         if not words:
-            raise UsageError("--prompt: expected at least one word, found none")
+            raise UsageError("--prompt: expected at least one word, got none")
         for word in words:
             if word not in place:
                 raise UsageError(f"--prompt: the model does not know the word {word!r}")
         numbers = [place[word] for word in words]
         if self.config.model == "transformer" and self.config.positions == "learned":
             if len(numbers) >= self.config.context:
-                raise UsageError(f"--prompt: learned positions have room for {self.config.context} words, found "
+                raise UsageError(f"--prompt: learned positions have room for {self.config.context} words, got "
                                  f"{len(numbers)} and none to add")  # fmt: skip
             count = min(count, self.config.context - len(numbers))
         generator = torch.Generator().manual_seed(seed)

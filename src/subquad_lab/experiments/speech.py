@@ -50,7 +50,7 @@ class Config(Training):
 
     Args:
         batch: Clips of a step, over all processes.
-        data: A folder with metadata.csv and wavs/ (LJSpeech), or with spoken digits; spoken numbers, synthesised, if
+        data: A folder with metadata.csv and wavs/ (LJSpeech), or with spoken digits; spoken numbers, synthesized, if
             not given.
         split: Of spoken digits, into parts: by index or by speaker.
         clips: Spoken numbers, or strings of digits, in all parts, 2,400 if not given; of metadata.csv the first lines,
@@ -95,14 +95,14 @@ class Config(Training):
         super().__post_init__()
         for name in ("clips", "width", "heads", "blocks", "characters"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise UsageError(f"{name}: expected a whole number >= 1, found {getattr(self, name)}")
+                raise UsageError(f"{name}: expected a positive integer, got {getattr(self, name)}")
         if self.frames is not None and self.frames < 2:
-            raise UsageError(f"frames: expected a whole number >= 2, found {self.frames}")
+            raise UsageError(f"frames: expected an integer >= 2, got {self.frames}")
         for name in ("dropout", "smoothing"):
             if not 0 <= getattr(self, name) < 1:
-                raise UsageError(f"{name}: expected a number from 0 to below 1, found {getattr(self, name)}")
+                raise UsageError(f"{name}: expected a number in [0, 1), got {getattr(self, name)}")
         if self.width % self.heads or self.width % 2 or self.width < 4:
-            raise UsageError(f"width: expected an even number >= 4 that {self.heads} heads divide, found {self.width}")
+            raise UsageError(f"width: expected an even number >= 4 that {self.heads} heads divide, got {self.width}")
         for method in (self.method, self.decoder_method):
             refuse_many_features(method, self.width // self.heads)
 
@@ -124,7 +124,7 @@ class SpeechTask:
         self.model = make_model(config)
         if len(clips.train) < config.batch:
             raise UsageError(f"batch: expected at most the {len(clips.train):,} training clips of {clips.name}, "
-                             f"found {config.batch}")  # fmt: skip
+                             f"got {config.batch}")  # fmt: skip
         self.batches = -(-len(clips.train) // config.batch)
         self.order: tuple[int, Tensor] = (-1, torch.empty(0))  # of an epoch
 
@@ -322,7 +322,7 @@ def looks_picture(run: Run, config: Config) -> bytes:
                             extent=(0, len(weights[0]) * FRAME_SECONDS, len(weights), 0))  # fmt: skip
         axes.set_yticks([row + 0.5 for row in names], [name.replace("$", r"\$") for name in names.values()], fontsize=7)
         axes.set(xlabel=seconds, ylabel="what is spelled")
-    figure.colorbar(shown, ax=all_axes, label="weight, colours by its square root")
+    figure.colorbar(shown, ax=all_axes, label="weight, colors by its square root")
     return svg(figure)
 
 
@@ -342,7 +342,7 @@ def is_table(values: Any) -> bool:
 def variants(config: Config) -> dict[str, Config]:
     """Both decoders; all else is equal."""
     if config.decoder != Config.decoder:
-        raise UsageError(f"--decoder: compare trains both decoders; expected none, found {config.decoder}")
+        raise UsageError(f"--decoder: compare trains both decoders; expected none, got {config.decoder}")
     return {decoder: replace(config, decoder=decoder) for decoder in ("lstm", "attention")}
 
 

@@ -46,7 +46,7 @@ class Predictions:
         return torch.bincount(pairs, minlength=count**2).view(count, count)
 
     def by_class(self) -> dict[str, float]:
-        """The share of each class that was recognised; classes without examples are left out."""
+        """The share of each class that was recognized; classes without examples are left out."""
         table = self.confusion()
         counts = table.sum(1)
         return {name: float(table[i, i] / counts[i]) for i, name in enumerate(self.classes) if counts[i]}
@@ -71,7 +71,7 @@ class Predictions:
                 raise UsageError(f"{path}: expected numbers of classes from 0 to below {len(classes)}")
         assert isinstance(wanted, list) and isinstance(found, list)
         if not wanted or len(wanted) != len(found):
-            raise UsageError(f"{path}: expected as many predictions as examples, found {len(found)}, {len(wanted)}")
+            raise UsageError(f"{path}: expected as many predictions as examples, got {len(found)}, {len(wanted)}")
         return cls(classes, wanted, found)
 
 
@@ -84,16 +84,16 @@ def confusion_picture(predictions: Predictions) -> bytes:
     axes.grid(False)
     axes.imshow(shares.tolist(), cmap="Blues", vmin=0, vmax=1)
     places = range(len(names))
-    recognised = predictions.by_class()
-    rows = [f"{name}  {recognised[given]:.1%}" if (given := predictions.classes[i]) in recognised else name
+    recognized = predictions.by_class()
+    rows = [f"{name}  {recognized[given]:.1%}" if (given := predictions.classes[i]) in recognized else name
             for i, name in enumerate(names)]  # fmt: skip
     axes.set_xticks(places, names, rotation=45, ha="right")
     axes.set_yticks(places, rows)
-    axes.set(xlabel="taken for", ylabel="class, and the share that was recognised")
+    axes.set(xlabel="taken for", ylabel="class, and the share that was recognized")
     if len(names) <= 20:
         for i in places:
             for j in places:
                 if table[i, j]:
-                    colour = "white" if shares[i, j] > 0.5 else "black"
-                    axes.text(j, i, str(int(table[i, j])), ha="center", va="center", color=colour, fontsize="small")
+                    color = "white" if shares[i, j] > 0.5 else "black"
+                    axes.text(j, i, str(int(table[i, j])), ha="center", va="center", color=color, fontsize="small")
     return svg(figure)

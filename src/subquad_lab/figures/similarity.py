@@ -3,7 +3,7 @@
     jaccard    sum of the smaller counts / sum of the larger counts, over all characters
     cosine     sum of the smaller counts / sqrt(|t| |g|), which is Ochiai's coefficient
     damerau    1 - d / max(|t|, |g|), d the restricted Damerau-Levenshtein distance: insertions, deletions,
-               replacements, and swaps of neighbours that are not edited again (optimal string alignment)
+               replacements, and swaps of neighbors that are not edited again (optimal string alignment)
     error rate    insertions, deletions and replacements / |t|, over all texts together; of characters or of words
 
 The first two see which characters there are and not their order.

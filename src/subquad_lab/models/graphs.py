@@ -2,7 +2,7 @@
 
     gcn           P x, the sum over the edges that lead to a node: P = A, D^-1 A or D^-1/2 A D^-1/2, with or without
                   self-loops (A + I in the place of A)
-    neighbours    softmax of q.k over the neighbours and the node itself: exact attention under a mask
+    neighbors    softmax of q.k over the neighbors and the node itself: exact attention under a mask
     all           a method of subquad over all nodes, in linear time
     both          the sum of the last two
 
@@ -18,22 +18,22 @@ from torch.nn import functional as F
 
 import subquad
 
-Mixer = Literal["gcn", "neighbours", "all", "both"]
-Normalisation = Literal["symmetric", "row", "none"]
+Mixer = Literal["gcn", "neighbors", "all", "both"]
+Normalization = Literal["symmetric", "row", "none"]
 
 
-def propagation(edges: Tensor, nodes: int, self_loops: bool, normalisation: Normalisation) -> tuple[Tensor, Tensor]:
+def propagation(edges: Tensor, nodes: int, self_loops: bool, normalization: Normalization) -> tuple[Tensor, Tensor]:
     """P as edges (2, e) from, to, and their weights (e)."""
     from torch_geometric.nn.conv.gcn_conv import gcn_norm  # seconds, which other experiments need not wait for
     from torch_geometric.utils import add_self_loops, degree
 
     if self_loops:
         edges, _ = add_self_loops(edges, num_nodes=nodes)
-    if normalisation == "symmetric":
+    if normalization == "symmetric":
         edges, weights = gcn_norm(edges, num_nodes=nodes, add_self_loops=False)
         return edges, weights
     weights = torch.ones(edges.shape[1])
-    if normalisation == "row":
+    if normalization == "row":
         weights = weights / degree(edges[1], nodes)[edges[1]]
     return edges, weights
 
@@ -80,7 +80,7 @@ class Convolution(nn.Module):
 
 
 class Attention(nn.Module):
-    """The mean over heads of attention: to the neighbours if there is a mask (n, n), to all if there is a method."""
+    """The mean over heads of attention: to the neighbors if there is a mask (n, n), to all if there is a method."""
 
     mask: Tensor | None
 

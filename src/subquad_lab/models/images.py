@@ -4,7 +4,7 @@
              conv 3x3 - relu - max of 2x2           14 -> 12 -> 6                 conv 3x3, step 2           14 -> 6
     16 * 6 * 6 = 576 -> 320 - relu - dropout -> 120 - relu -> classes - log softmax
 
-Pooling has no parameters: with 28x28 grey pictures of 4 classes both networks have
+Pooling has no parameters: with 28x28 gray pictures of 4 classes both networks have
 80 + 1,168 + 184,640 + 38,520 + 484 = 224,892.
 """
 

@@ -39,7 +39,7 @@ def load(path: str) -> tuple[Any, Any]:
     if not file.exists():
         raise UsageError(f"--model: there is no folder {path!r}")
     if file.is_file() and file.suffix != ".gguf":
-        raise UsageError(f"--model: expected a folder that transformers saved, or a .gguf file, found {path!r}")
+        raise UsageError(f"--model: expected a folder that transformers saved, or a .gguf file, got {path!r}")
     folder = file.parent if file.is_file() else file
     named: dict[str, Any] = {"gguf_file": file.name} if file.is_file() else {}
     os.environ["HF_HUB_OFFLINE"] = "1"  # It is read when transformers is imported.
@@ -57,7 +57,7 @@ def load(path: str) -> tuple[Any, Any]:
         known = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES | modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
         if config.model_type not in known or config.is_encoder_decoder:
             raise UsageError(
-                f"--model: expected a language model, a decoder or an encoder alone, found {config.model_type!r}"
+                f"--model: expected a language model, a decoder or an encoder alone, got {config.model_type!r}"
             )
         tokenizer = AutoTokenizer.from_pretrained(folder, **named)
         with redirect_stderr(StringIO()):  # The bar of a .gguf file cannot be turned off.
@@ -87,7 +87,7 @@ def read(path: str, model: Any, tokenizer: Any, count: int | None) -> Tensor:
     """(1, n): the first `count` tokens of a text; without a count, all that the model can read of it, up to MOST."""
     reach = min(getattr(model.config, "max_position_embeddings", MOST), tokenizer.model_max_length)
     if count is not None and not FEWEST <= count <= reach:
-        raise UsageError(f"--tokens: expected a number from {FEWEST} to {reach:,}, all that it reads, found {count:,}")
+        raise UsageError(f"--tokens: expected a number from {FEWEST} to {reach:,}, all that it reads, got {count:,}")
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -98,7 +98,7 @@ def read(path: str, model: Any, tokenizer: Any, count: int | None) -> Tensor:
     tokens: Tensor = tokenizer(text[: 32 * most], truncation=True, max_length=most, return_tensors="pt").input_ids
     least = FEWEST if count is None else count
     if tokens.shape[1] < least:
-        raise UsageError(f"--text: expected at least {least:,} tokens, found {tokens.shape[1]:,} in {path}")
+        raise UsageError(f"--text: expected at least {least:,} tokens, got {tokens.shape[1]:,} in {path}")
     return tokens
 
 

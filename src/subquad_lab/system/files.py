@@ -73,5 +73,5 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"{path}: cannot be read as JSON: {error}") from error
     if not isinstance(content, dict):
-        raise UsageError(f"{path}: expected an object, found {type(content).__name__}")
+        raise UsageError(f"{path}: expected an object, got {type(content).__name__}")
     return content

@@ -1,7 +1,7 @@
 """Claims that run. A claim states something in words and as a formula, checks it on numbers, and can fail.
 
 What a claim says is computed by small functions and constants that stand before it; what it finds comes from the
-library, from the lab's own models and optimisers, and from counts of what torch did. Where a mistake is common, the
+library, from the lab's own models and optimizers, and from counts of what torch did. Where a mistake is common, the
 claim checks that too, and holds only if the mistake does not.
 """
 

@@ -5,7 +5,7 @@ import torch
 from subquad_lab.data.graphs import load_graph
 from subquad_lab.figures.plots import axes_of, svg
 from subquad_lab.models import parameters
-from subquad_lab.models.graphs import Normalisation, propagation
+from subquad_lab.models.graphs import Normalization, propagation
 from subquad_lab.models.images import ConvNet, Downsample
 from subquad_lab.theory.claims import Finding, Setting, at_least, at_most, claim, equal
 from subquad_lab.theory.inputs import distance, farthest, normal
@@ -81,10 +81,10 @@ def pooling_removes_none(setting: Setting) -> Finding:
 PROPAGATIONS = 10
 
 
-def matrix(self_loops: bool, normalisation: Normalisation) -> torch.Tensor:
+def matrix(self_loops: bool, normalization: Normalization) -> torch.Tensor:
     """Of the karate club, dense."""
     graph = load_graph()
-    edges, weights = propagation(graph.edges, graph.nodes, self_loops, normalisation)
+    edges, weights = propagation(graph.edges, graph.nodes, self_loops, normalization)
     made = torch.zeros(graph.nodes, graph.nodes, dtype=torch.float64)
     return made.index_put((edges[1], edges[0]), weights.double(), accumulate=True)
 
@@ -94,18 +94,18 @@ def largest_eigenvalue_of_fixed() -> float:
 
 
 def largest_eigenvalue_without_fix() -> float:
-    """Of I + D^-1/2 A D^-1/2, where the self-loops come after the normalisation."""
+    """Of I + D^-1/2 A D^-1/2, where the self-loops come after the normalization."""
     return 2.0
 
 
 @claim(
-    22, "With self-loops and symmetric normalisation the largest eigenvalue is 1, so that features never grow; "
+    22, "With self-loops and symmetric normalization the largest eigenvalue is 1, so that features never grow; "
     "rows do not sum to 1. Without the fix they grow by a factor in each propagation.",
     r"\tilde A = A + I, \quad P = \tilde D^{-1/2} \tilde A \tilde D^{-1/2}, \quad \lambda_1(P) = 1, \quad P "
     r"\mathbf{1} \ne \mathbf{1}; \qquad \lambda_1(I + D^{-1/2} A D^{-1/2}) = 2",
-    "Symmetric normalisation makes rows sum to 1.",
+    "Symmetric normalization makes rows sum to 1.",
 )  # fmt: skip
-def normalised_propagation(setting: Setting) -> Finding:
+def normalized_propagation(setting: Setting) -> Finding:
     steps = setting.of(6, PROPAGATIONS, 20)
     plain, fixed, by_row = matrix(False, "none"), matrix(True, "symmetric"), matrix(True, "row")
     identity = torch.eye(len(plain), dtype=torch.float64)
@@ -124,7 +124,7 @@ def normalised_propagation(setting: Setting) -> Finding:
             at_most("the lab's matrix from D^-1/2 (A + I) D^-1/2", distance(fixed, by_hand), 1e-6),
             equal("largest |eigenvalue|", of_fixed, largest_eigenvalue_of_fixed(), within=1e-6),
             equal("that of I + D^-1/2 A D^-1/2", of_after, largest_eigenvalue_without_fix(), within=1e-6),
-            at_most("row normalisation: sums of rows from 1", farthest(by_row.sum(-1), 1), 1e-6),
+            at_most("row normalization: sums of rows from 1", farthest(by_row.sum(-1), 1), 1e-6),
             at_most(f"size of the features after {steps} propagations", by_fixed, 1.0),
             at_least("the same by I + D^-1/2 A D^-1/2", by_after, 1.3**steps),
             at_least("the same by A", by_plain, 3.0**steps),
@@ -135,7 +135,7 @@ def normalised_propagation(setting: Setting) -> Finding:
             "D^-1/2 (A + I) D^-1/2 is similar to it and has the same eigenvalues, but other rows: on the karate club "
             f"they sum to {float(sums.min()):.3f} ... {float(sums.max()):.3f}. The largest eigenvalue: {of_fixed:.6f}.",
             f"So features never grow: after {steps} propagations random ones have {by_fixed:.2g} of their size.",
-            f"Self-loops that come after the normalisation, I + D^-1/2 A D^-1/2, have the eigenvalue 1 + 1 = "
+            f"Self-loops that come after the normalization, I + D^-1/2 A D^-1/2, have the eigenvalue 1 + 1 = "
             f"{of_after:.6f}: {by_after:.1e} times the size.",
             f"A alone has the eigenvalue {of_plain:.2f}: {by_plain:.1e} times the size.",
         ],
@@ -145,11 +145,11 @@ def normalised_propagation(setting: Setting) -> Finding:
 
 def growth_picture(setting: Setting) -> bytes:
     figure, (axes,) = axes_of(1)
-    normalised = matrix(False, "symmetric")
+    normalized = matrix(False, "symmetric")
     kinds = {
         "A": matrix(False, "none"),
         "A + I": matrix(True, "none"),
-        "I + D^-1/2 A D^-1/2": torch.eye(len(normalised), dtype=torch.float64) + normalised,
+        "I + D^-1/2 A D^-1/2": torch.eye(len(normalized), dtype=torch.float64) + normalized,
         "D^-1 (A + I)": matrix(True, "row"),
         "D^-1/2 (A + I) D^-1/2": matrix(True, "symmetric"),
     }

@@ -1,6 +1,6 @@
-"""What optimisers have in common, and where they part.
+"""What optimizers have in common, and where they part.
 
-r the rate, g the gradient, v the velocity or the running average; the lab's own optimisers walk down a valley.
+r the rate, g the gradient, v the velocity or the running average; the lab's own optimizers walk down a valley.
 """
 
 from collections.abc import Callable
@@ -151,11 +151,11 @@ def decay_of_penalty(rate: float, penalty: float) -> float:
 )  # fmt: skip
 def decay_is_penalty(setting: Setting) -> Finding:
     rate, penalty, steps = 0.1, 0.25, setting.of(30, 60, 120)
-    penalised = walk(lambda p: SGD(p, rate), setting, steps, penalty)
+    penalized = walk(lambda p: SGD(p, rate), setting, steps, penalty)
 
     def apart(share: float) -> float:
-        """From the walk of a decay by this share; the optimiser decays by its rate times `decay`."""
-        return distance(walk(lambda p: SGD(p, rate, decay=share / rate, decoupled=True), setting, steps), penalised)
+        """From the walk of a decay by this share; the optimizer decays by its rate times `decay`."""
+        return distance(walk(lambda p: SGD(p, rate, decay=share / rate, decoupled=True), setting, steps), penalized)
 
     right = decay_of_penalty(rate, penalty)
     return Finding(
@@ -209,9 +209,9 @@ def decoupled_share(rate: float, steps: int) -> float:
 def adam_decays(setting: Setting) -> Finding:
     rate, steps = 0.002, setting.of(100, 200, 300)
     plain = shrunk(lambda p: Adam(p, rate), steps, setting.seed)
-    penalised = shrunk(lambda p: Adam(p, rate, decay=DECAY), steps, setting.seed)
+    penalized = shrunk(lambda p: Adam(p, rate, decay=DECAY), steps, setting.seed)
     decoupled = shrunk(lambda p: Adam(p, rate, decay=DECAY, decoupled=True), steps, setting.seed)
-    with_penalty, with_decay = without_noise(penalised, plain), without_noise(decoupled, plain)
+    with_penalty, with_decay = without_noise(penalized, plain), without_noise(decoupled, plain)
     expected = decoupled_share(rate, steps)
     return Finding(
         [

@@ -177,11 +177,11 @@ def gradient_picture(setting: Setting) -> bytes:
     """Gradient norms over time, with the bound, for several sizes of W."""
     figure, (axes,) = axes_of(1)
     steps, width = 40, 12
-    for colour, size in enumerate((0.6, 0.9, 1.0, 1.3, 2.0)):
+    for color, size in enumerate((0.6, 0.9, 1.0, 1.3, 2.0)):
         w = scaled(normal(1, width, width, seed=setting.seed), torch.tensor([size], dtype=torch.float64))
         norms = gradients(w, torch.tanh, setting.seed, steps)[:, 0]
-        axes.semilogy(range(1, steps + 1), norms, color=f"C{colour}", label=f"|W| = {size}")
-        axes.semilogy(range(1, steps + 1), [size**t for t in range(1, steps + 1)], ":", color=f"C{colour}")
+        axes.semilogy(range(1, steps + 1), norms, color=f"C{color}", label=f"|W| = {size}")
+        axes.semilogy(range(1, steps + 1), [size**t for t in range(1, steps + 1)], ":", color=f"C{color}")
     axes.set(xlabel="steps T", ylabel="|dh_T / dh_0|, dotted: its bound", ylim=(1e-12, 1e12))
     axes.legend(fontsize="small")
     return svg(figure)

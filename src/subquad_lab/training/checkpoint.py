@@ -87,7 +87,7 @@ def load(path: Path) -> Checkpoint:
     except (SafetensorError, ValueError, RecursionError) as error:
         raise Damaged(f"checkpoint {path}: {error}") from error
     if not isinstance(state, dict):
-        raise Damaged(f"checkpoint {path}: expected an object in {STATE}, found {type(state).__name__}")
+        raise Damaged(f"checkpoint {path}: expected an object in {STATE}, got {type(state).__name__}")
     return Checkpoint(tensors, state, path)
 
 
@@ -103,7 +103,7 @@ def newest(folder: Path) -> Checkpoint | None:
         except Damaged as error:
             print(f"subquad: warning: {error}; the one before it is used", file=sys.stderr)
     if found:
-        raise Damaged(f"checkpoints in {folder}: expected at least one that is whole, found {len(found)} damaged")
+        raise Damaged(f"checkpoints in {folder}: expected at least one that is whole, got {len(found)} damaged")
     return None
 
 

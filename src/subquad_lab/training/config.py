@@ -61,25 +61,25 @@ class Training:
         for name, least in at_least.items():
             value = getattr(self, name)
             if value is not None and value < least:
-                raise UsageError(f"{name}: expected a whole number >= {least}, found {value}")
+                raise UsageError(f"{name}: expected an integer >= {least}, got {value}")
         for name in ("lr", "weight_decay"):
             if not 0 <= getattr(self, name) < math.inf:
-                raise UsageError(f"{name}: expected a number >= 0, found {getattr(self, name)}")
+                raise UsageError(f"{name}: expected a number >= 0, got {getattr(self, name)}")
         if not 0 <= self.momentum < 1:
-            raise UsageError(f"momentum: expected a number from 0 to below 1, found {self.momentum}")
+            raise UsageError(f"momentum: expected a number in [0, 1), got {self.momentum}")
         for name in ("clip", "minutes"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
-                raise UsageError(f"{name}: expected a number above 0, found {value}")
+                raise UsageError(f"{name}: expected a positive number, got {value}")
         if not 0 <= self.seed <= 2**32 - self.seeds:
-            raise UsageError(f"seed: expected a whole number from 0 to below 2^32, found {self.seed}")
+            raise UsageError(f"seed: expected an integer in [0, 2^32), got {self.seed}")
         if self.schedule == "epochs":
             others = {"steps": self.steps, "minutes": self.minutes, "warmup": self.warmup or None}
             for name, value in others.items():
                 if value is not None:
-                    raise UsageError(f"{name}: expected none with the schedule by epochs, found {value}")
+                    raise UsageError(f"{name}: expected none with the schedule by epochs, got {value}")
             if self.epochs < 4:
-                raise UsageError(f"epochs: expected at least 4 for the schedule by epochs, found {self.epochs}")
+                raise UsageError(f"epochs: expected at least 4 for the schedule by epochs, got {self.epochs}")
         if self.batch % self.accumulate:
             raise UsageError(f"accumulate: expected a number that divides the batch of {self.batch}, "
-                             f"found {self.accumulate}")  # fmt: skip
+                             f"got {self.accumulate}")  # fmt: skip

@@ -58,7 +58,7 @@ def check_batch(config: Training) -> None:
     count = processes().num_processes
     if config.batch % (count * config.accumulate):
         parts = f"{count} processes x {config.accumulate} parts"
-        raise UsageError(f"batch: expected a number that {parts} divide, found {config.batch}")
+        raise UsageError(f"batch: expected a number that {parts} divide, got {config.batch}")
 
 
 def create(

@@ -33,7 +33,7 @@ SAVE_SECONDS = 60.0
 
 
 class Trainer:
-    """One run: the model, its optimiser, and how far they have come."""
+    """One run: the model, its optimizer, and how far they have come."""
 
     def __init__(
         self, experiment: Experiment[Any], task: Task, settings: Training, run: Run, display: Display

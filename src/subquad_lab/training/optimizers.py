@@ -1,4 +1,4 @@
-"""The optimisers, small enough to be read. A step on the parameters x, with gradient g, rate r and share of the past a:
+"""The optimizers, small enough to be read. A step on the parameters x, with gradient g, rate r and share of the past a:
 
     sgd          v = a v + g;             x -= r v         momentum
     average      v = a v + (1 - a) g;     x -= r v         the running average of the gradients, from v = 0
@@ -100,7 +100,7 @@ def _evaluated(closure: Callable[[], Any] | None) -> Any:
 def _refuse_sparse(optimizer: Optimizer) -> None:
     for x in (x for group in optimizer.param_groups for x in group["params"]):
         if x.grad is not None and x.grad.layout != torch.strided:
-            raise UsageError(f"{type(optimizer).__name__}: expected dense gradients, found one of layout "
+            raise UsageError(f"{type(optimizer).__name__}: expected dense gradients, got one of layout "
                              f"{x.grad.layout} for a parameter of shape {tuple(x.shape)}")  # fmt: skip
 
 

@@ -26,5 +26,5 @@ def refuse_several(command: str) -> None:
     """What makes several runs has one process: each of its runs may have several, not all of it."""
     if processes().num_processes > 1:
         raise UsageError(
-            f"{command}: expected one process, found {processes().num_processes}; start it without torchrun"
+            f"{command}: expected one process, got {processes().num_processes}; start it without torchrun"
         )

@@ -151,7 +151,7 @@ class Run:
         for name in (METRICS, TIMING):
             path = self.folder / name
             if _size(path) < sizes[name]:
-                raise UsageError(f"{path}: expected at least {sizes[name]} bytes, found {_size(path)}: it was cut")
+                raise UsageError(f"{path}: expected at least {sizes[name]} bytes, got {_size(path)}: it was cut")
             if path.exists():
                 with path.open("r+b") as file:
                     file.truncate(sizes[name])

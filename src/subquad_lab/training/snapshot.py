@@ -1,4 +1,4 @@
-"""What a checkpoint of a training run holds: parameters, optimiser, random numbers, and the place in the data.
+"""What a checkpoint of a training run holds: parameters, optimizer, random numbers, and the place in the data.
 
     model.NAME           parameters and buffers, random features among them
     optimizer.I.NAME     of parameter I; settings of the groups are in the state

@@ -67,14 +67,14 @@ def test_results_are_written(quick, tmp_path, capfd):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--lengths", "0"], "--lengths: expected whole numbers above 0, found '0'"),
-        (["--lengths", "64,"], "--lengths: expected whole numbers above 0, found ''"),
-        (["--heads", "-1"], "--heads: expected whole numbers above 0, found '-1'"),
-        (["--head-dim", "0"], "--head-dim: expected whole numbers above 0, found '0'"),
-        (["--head-dim", "wide"], "--head-dim: expected a whole number, found 'wide'"),
+        (["--lengths", "0"], "--lengths: expected positive integers, got '0'"),
+        (["--lengths", "64,"], "--lengths: expected positive integers, got ''"),
+        (["--heads", "-1"], "--heads: expected positive integers, got '-1'"),
+        (["--head-dim", "0"], "--head-dim: expected positive integers, got '0'"),
+        (["--head-dim", "wide"], "--head-dim: expected an integer, got 'wide'"),
         (["--methods", "softmax"], "--methods: expected one of 'exact', 'taylor', "),
-        (["--methods", "taylor:two"], "--methods: expected a whole number for degree in 'taylor:two', got 'two'"),
-        (["--backward", "partly"], "--backward: expected true or false, found 'partly'"),
+        (["--methods", "taylor:two"], "--methods: expected an integer for degree in 'taylor:two', got 'two'"),
+        (["--backward", "partly"], "--backward: expected true or false, got 'partly'"),
         (["--lengths", "1" + 20 * "0"], "--lengths: exact at length 100,000,000,000,000,000,000 can take"),
     ],
 )

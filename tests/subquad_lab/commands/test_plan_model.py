@@ -174,7 +174,7 @@ def test_unfit_models_are_told(tmp_path, text, complaint):
     (empty := tmp_path / "empty").mkdir()
     assert "cannot be loaded" in ask(empty)
     for kind in ("vit", "t5"):
-        assert f"a decoder or an encoder alone, found '{kind}'" in ask(make(kind, tmp_path / kind))
+        assert f"a decoder or an encoder alone, got '{kind}'" in ask(make(kind, tmp_path / kind))
     (damaged := make("llama", tmp_path / "damaged") / "model.safetensors").write_bytes(b"no weights")
     assert "cannot be loaded" in ask(damaged.parent)
 
@@ -207,15 +207,15 @@ def test_unfit_texts_are_told(tmp_path, text, complaint):
     ask = lambda *options: complaint(["plan", "--model", folder, *options])
     short = tmp_path / "short.txt"
     short.write_text("w1 w2 w3")
-    assert "--text: expected at least 64 tokens, found 3" in ask("--text", str(short))
-    assert "--text: expected at least 400 tokens, found 300" in ask("--text", str(text), "--tokens", "400")
+    assert "--text: expected at least 64 tokens, got 3" in ask("--text", str(short))
+    assert "--text: expected at least 400 tokens, got 300" in ask("--text", str(text), "--tokens", "400")
     assert "--tokens: expected a number from 64 to 512" in ask("--text", str(text), "--tokens", "513")
     assert "--tokens: expected a number from 64 to 512" in ask("--text", str(text), "--tokens", "10")
     assert "cannot be read: No such file" in ask("--text", str(tmp_path / "no"))
     short.write_bytes(b"\xff\xfe\xff")
     assert "it is not UTF-8" in ask("--text", str(short))
     assert "--text FILE is missing" in ask()
-    assert "--max-error: expected a number above 0" in ask("--text", str(text), "--max-error", "0")
+    assert "--max-error: expected a positive number" in ask("--text", str(text), "--max-error", "0")
     assert "--model PATH is missing" in complaint(["plan", "--text", str(text)])
 
 

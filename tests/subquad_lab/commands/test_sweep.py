@@ -98,7 +98,7 @@ def test_a_sweep_does_not_go_on_with_another_config(options, tmp_path, capfd):
 def test_values_of_a_grid_must_fit_each_other(options, tmp_path, capfd):
     arguments = [*sweep_arguments(options, tmp_path / "sweep"), "--model=transformer", "--grid.width=8,9", "--heads=2"]
     assert main(arguments) == 2
-    assert "heads: expected a number that divides the width of 9, found 2" in capfd.readouterr().err
+    assert "heads: expected a number that divides the width of 9, got 2" in capfd.readouterr().err
     assert not (tmp_path / "sweep").exists()
 
 
@@ -163,7 +163,7 @@ def test_several_processes_are_refused_where_each_run_may_have_them(command, opt
     monkeypatch.setattr(processes, "processes", lambda: SimpleNamespace(num_processes=2, is_main_process=True))
     searched = ["--grid.lr=0.1"] if command == "sweep" else []
     line = complaint([command, "language", *options, *searched])
-    assert f"{command}: expected one process, found 2; start it without torchrun" in line
+    assert f"{command}: expected one process, got 2; start it without torchrun" in line
 
 
 def test_two_processes_share_a_sweep(options, tmp_path):

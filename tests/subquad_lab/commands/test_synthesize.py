@@ -19,7 +19,7 @@ def write_transcripts(folder, count: int = 8):
     return table
 
 
-def test_a_folder_is_synthesised_and_trains(tmp_path, capfd, monkeypatch):
+def test_a_folder_is_synthesized_and_trains(tmp_path, capfd, monkeypatch):
     monkeypatch.setenv("SUBQUAD_CACHE", str(tmp_path / "cache"))
     table, out = write_transcripts(tmp_path), tmp_path / "spoken"
     assert main(["synthesize", str(table), str(out), "--voices", "en-us,en-gb-x-rp"]) == 0
@@ -110,19 +110,19 @@ def test_what_a_killed_process_has_begun_is_removed(tmp_path):
 @pytest.mark.parametrize(
     ("content", "options", "message"),
     [
-        ("", [], "has no line that can be spoken: expected id|text|normalised text"),
-        ("no bars\n", [], "has no line that can be spoken: texts.csv, line 1: is not id|text|normalised text"),
+        ("", [], "has no line that can be spoken: expected id|text|normalized text"),
+        ("no bars\n", [], "has no line that can be spoken: texts.csv, line 1: is not id|text|normalized text"),
         ("../evil|b\n", [], "line 1: has the id '../evil'; expected 1 to 200 letters, digits, underscores, dots or"),
         ("a 9|b\n", [], "line 1: has the id 'a 9'; expected 1 to 200 letters"),
         (f"{'x' * 300}|b\n", [], f"has the id '{'x' * 40}... (300 characters)'; expected 1 to 200"),
         ("a|b\n", ["--voices", "en-gb"], "no voice 'en-gb'; expected one of en, en-029, en-gb-scotland, en-gb-x-"),
         ("a|b\n", ["--voices", "xx"], ", and 129 more, or a variant such as en-us+f4"),
-        ("a|b\n", ["--clips", "0"], "--clips: expected a whole number >= 1, found 0"),
+        ("a|b\n", ["--clips", "0"], "--clips: expected a positive integer, got 0"),
         ("a|b\n", ["--voices", "en-us,nobody"], "--voices: espeak-ng has no voice 'nobody'"),
         ("a|b\n", ["--voices", "en-us,"], "--voices: espeak-ng has no voice ''"),
     ],
 )
-def test_what_cannot_be_synthesised_is_said(tmp_path, capfd, content, options, message):
+def test_what_cannot_be_synthesized_is_said(tmp_path, capfd, content, options, message):
     table = tmp_path / "texts.csv"
     table.write_text(content)
     assert main(["synthesize", str(table), str(tmp_path / "out"), *options]) == 2
@@ -138,7 +138,7 @@ def test_lines_that_cannot_be_spoken_are_named_and_counted(tmp_path, capfd):
     assert main(["synthesize", str(table), str(tmp_path / "out"), "--voices", "en-us, en-gb-x-rp"]) == 0
     said = capfd.readouterr()
     assert "2 clips, 4 left out" in said.out
-    assert "texts.csv, line 3: is not id|text|normalised text" in said.err
+    assert "texts.csv, line 3: is not id|text|normalized text" in said.err
     assert "texts.csv, line 4: has the id a, which was there before" in said.err
     assert "b: there is nothing to say in '...'" in said.err
     assert "c: has no text" in said.err

@@ -102,7 +102,7 @@ def test_files_that_cannot_be_heard_are_named_and_the_others_are_heard(speech_ru
     assert "FILES: 3 of 5 could not be heard" in said.err
     for beams in ("0", "101"):
         assert main(["transcribe", str(speech_run), files[3], "--beams", beams]) == 2
-        assert f"--beams: expected a whole number from 1 to 100, found {beams}" in capfd.readouterr().err
+        assert f"--beams: expected an integer from 1 to 100, got {beams}" in capfd.readouterr().err
 
 
 def test_only_a_speech_model_hears(tmp_path, text, capfd):

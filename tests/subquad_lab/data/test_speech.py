@@ -72,7 +72,7 @@ def test_spoken_numbers_are_in_one_part_alone_and_the_same_each_time():
 
 @pytest.mark.parametrize("clips", [0, 23, 10_001])
 def test_a_number_of_clips_that_cannot_be_is_refused(clips):
-    with pytest.raises(UsageError, match=f"clips: expected 24 to 10,000 spoken numbers, found {clips:,}"):
+    with pytest.raises(UsageError, match=f"clips: expected 24 to 10,000 spoken numbers, got {clips:,}"):
         load_speech(None, clips=clips)
 
 
@@ -85,7 +85,7 @@ def test_a_folder_like_that_of_ljspeech(tmp_path, below):
     found = load_speech(str(tmp_path / "data"))
     assert [len(part) for part in (found.train, found.valid, found.test)] == [15, 1, 4]
     assert found.valid.names == ["C15"]
-    assert found.train.texts[3] == "text three"  # the normalised one
+    assert found.train.texts[3] == "text three"  # the normalized one
     wanted = log_mel(read_sound(folder / "wavs" / "C03.wav"))
     assert torch.equal(found.train[3], wanted.half().float())
     assert len(load_speech(str(tmp_path / "data"), clips=8).train) == 6
@@ -104,13 +104,13 @@ def test_the_published_split(tmp_path, monkeypatch):
 @pytest.mark.parametrize("lines", [0, 1, 4])
 def test_a_table_with_too_few_lines_is_refused(tmp_path, lines):
     folder = write_table(tmp_path / "data", lines)
-    with pytest.raises(UsageError, match=f"expected at least 5 lines of .*metadata.csv, found {lines}"):
+    with pytest.raises(UsageError, match=f"expected at least 5 lines of .*metadata.csv, got {lines}"):
         load_speech(str(folder))
 
 
 @pytest.mark.parametrize("clips", [0, 11, 100_001])
 def test_too_few_or_too_many_strings_are_refused(tmp_path, clips):
-    with pytest.raises(UsageError, match=f"clips: expected 12 to 100,000 strings of digits, found {clips:,}"):
+    with pytest.raises(UsageError, match=f"clips: expected 12 to 100,000 strings of digits, got {clips:,}"):
         load_speech(str(write_digits(tmp_path / "digits")), clips=clips)
 
 
@@ -225,7 +225,7 @@ def test_strings_are_their_digits_one_after_another(tmp_path):
 
 def test_too_few_speakers_are_refused(tmp_path):
     folder = write_digits(tmp_path / "digits", ("ann", "bob"))
-    with pytest.raises(UsageError, match="split: expected at least 3 speakers, found ann, bob"):
+    with pytest.raises(UsageError, match="split: expected at least 3 speakers, got ann, bob"):
         load_speech(str(folder), "speaker")
 
 

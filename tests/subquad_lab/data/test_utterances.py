@@ -106,7 +106,7 @@ def test_pauses_as_usual_stay_within_a_piece():
         assert len(heard(torch.cat([word, silence(pause), word]), LIKE, 1000)) == count
 
 
-def test_a_piece_holds_nothing_of_its_neighbours():
+def test_a_piece_holds_nothing_of_its_neighbors():
     """Where one is cut within a word, what should be silence around it is."""
     samples = torch.from_numpy(tone(400, 3.0, RATE))
     (_, _, first), *_ = heard(samples, LIKE._replace(after=10), 120)

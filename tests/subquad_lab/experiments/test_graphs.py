@@ -16,9 +16,9 @@ from subquad_lab import UsageError
 from subquad_lab.cli import main
 from subquad_lab.data.graphs import load_graph
 from subquad_lab.experiments import graphs
-from subquad_lab.experiments.graphs import Config, flattened, make_model, neighbours, norms, variants
+from subquad_lab.experiments.graphs import Config, flattened, make_model, neighbors, norms, variants
 from subquad_lab.figures.classification import Predictions
-from subquad_lab.models.graphs import Attention, Convolution, Normalisation, propagation
+from subquad_lab.models.graphs import Attention, Convolution, Normalization, propagation
 from subquad_lab.training.run import Run
 
 
@@ -36,14 +36,14 @@ def dense(edges: torch.Tensor, weights: torch.Tensor, nodes: int = 7) -> torch.T
 # --- The GCN ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("self_loops", "normalisation"), product((True, False), get_args(Normalisation)))
-def test_a_propagation_is_its_matrix(self_loops, normalisation):
+@pytest.mark.parametrize(("self_loops", "normalization"), product((True, False), get_args(Normalization)))
+def test_a_propagation_is_its_matrix(self_loops, normalization):
     adjacency = dense(some_edges(), torch.ones(some_edges().shape[1])) + self_loops * torch.eye(7)
     degrees = adjacency.sum(1)
     inverse = torch.where(degrees > 0, 1 / degrees, 0.0)
     wanted = {"none": adjacency, "row": inverse[:, None] * adjacency,
-              "symmetric": inverse.sqrt()[:, None] * adjacency * inverse.sqrt()}[normalisation]  # fmt: skip
-    edges, weights = propagation(some_edges(), 7, self_loops, normalisation)
+              "symmetric": inverse.sqrt()[:, None] * adjacency * inverse.sqrt()}[normalization]  # fmt: skip
+    edges, weights = propagation(some_edges(), 7, self_loops, normalization)
     assert torch.allclose(dense(edges, weights), wanted)
     x = torch.randn(7, 3)
     layer = Convolution(3, 2, edges, weights)
@@ -59,7 +59,7 @@ def test_with_both_fixes_it_is_the_layer_of_torch_geometric():
     assert torch.allclose(ours(x), theirs(x, some_edges()), atol=1e-6)
 
 
-def test_what_the_normalisations_keep():
+def test_what_the_normalizations_keep():
     """The symmetric one keeps the largest eigenvalue at 1, and its rows do not sum to 1; those of the row one do."""
     symmetric = dense(*propagation(some_edges(), 7, True, "symmetric"))
     assert torch.linalg.eigvalsh(symmetric).abs().max() == pytest.approx(1, abs=1e-6)
@@ -73,7 +73,7 @@ def test_the_norms_are_those_of_the_powers():
     found = norms(graph, graph.features)
     assert len(found) == 6
     for (name, sizes), (self_loops, kind) in zip(
-        found.items(), product((True, False), get_args(Normalisation)), strict=True
+        found.items(), product((True, False), get_args(Normalization)), strict=True
     ):
         assert name.startswith(kind)
         assert ("without" in name) is not self_loops
@@ -87,9 +87,9 @@ def test_the_norms_are_those_of_the_powers():
 # --- Attention ----------------------------------------------------------------------------------------------------
 
 
-def test_a_node_attends_to_its_neighbours_and_itself_alone():
+def test_a_node_attends_to_its_neighbors_and_itself_alone():
     graph = load_graph()
-    mask = neighbours(graph, 1)
+    mask = neighbors(graph, 1)
     assert mask.sum() == graph.edges.shape[1] + 34
     assert mask.diagonal().all()
     torch.manual_seed(0)
@@ -129,7 +129,7 @@ def test_both_is_the_sum():
 def test_a_graph_whose_mask_would_not_fit_is_refused(monkeypatch):
     monkeypatch.setattr(graphs, "memory", lambda: 10_000)
     with pytest.raises(UsageError, match=r"mask of 34 nodes with 1 heads needs 0 GiB; expected gcn or all"):
-        graphs.build(Config(mixer="neighbours"))
+        graphs.build(Config(mixer="neighbors"))
     graphs.build(Config(mixer="all"))
 
 
@@ -181,7 +181,7 @@ def test_a_method_without_effect_is_told():
         "all": "taylor:2", "both": "taylor:2"}  # fmt: skip
 
 
-def test_a_graph_without_edges_is_a_network_without_neighbours():
+def test_a_graph_without_edges_is_a_network_without_neighbors():
     club = load_graph()
     alone = replace(club, edges=club.edges[:, :0])
     task = graphs.Graphs(Config(), alone)
@@ -252,7 +252,7 @@ def test_records_that_are_wrong_are_told(name, content, tmp_path, complaint, cap
 def test_the_variants_are_the_switches_and_attention():
     found = variants(Config(self_loops=False, lr=0.5))
     assert list(found) == ["gcn symmetric", "gcn symmetric no-loops", "gcn row", "gcn row no-loops", "gcn none",
-                           "gcn none no-loops", "neighbours", "all", "both"]  # fmt: skip
+                           "gcn none no-loops", "neighbors", "all", "both"]  # fmt: skip
     assert len({graphs.label(config) for config in found.values()}) == 9
     assert {config.lr for config in found.values()} == {0.5}
 
@@ -260,10 +260,10 @@ def test_the_variants_are_the_switches_and_attention():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (dict(batch=2), "batch: expected 1, the whole graph, found 2"),
-        (dict(width=0), "width: expected a whole number >= 1, found 0"),
-        (dict(heads=0), "heads: expected a whole number >= 1, found 0"),
-        (dict(dropout=-0.1), "dropout: expected a number from 0 to below 1, found -0.1"),
+        (dict(batch=2), "batch: expected 1, the whole graph, got 2"),
+        (dict(width=0), "width: expected a positive integer, got 0"),
+        (dict(heads=0), "heads: expected a positive integer, got 0"),
+        (dict(dropout=-0.1), "dropout: expected a number in [0, 1), got -0.1"),
         (dict(method="fast"), "fast"),
         (
             dict(mixer="all", method="random:1000000000"),

@@ -140,10 +140,10 @@ def test_other_data_are_tested_whole(small):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (dict(batch=51), "batch: expected at most the 50 training pictures of SMALL, found 51"),
-        (dict(dropout=1.0), "dropout: expected a number from 0 to below 1, found 1.0"),
-        (dict(seeds=0), "seeds: expected a whole number >= 1, found 0"),
-        (dict(seed=2**32 - 2), "seed: expected a whole number from 0 to below 2\\^32"),
+        (dict(batch=51), "batch: expected at most the 50 training pictures of SMALL, got 51"),
+        (dict(dropout=1.0), "dropout: expected a number in [0, 1), got 1.0"),
+        (dict(seeds=0), "seeds: expected a positive integer, got 0"),
+        (dict(seed=2**32 - 2), "seed: expected an integer from 0 to below 2\\^32"),
     ],
 )
 def test_configs_that_do_not_fit_are_told(change, message, small):

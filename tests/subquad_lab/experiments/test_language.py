@@ -218,10 +218,10 @@ def test_a_prompt_is_told_what_is_wrong_with_it(text):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        (dict(width=10, heads=4), "heads: expected a number that divides the width of 10, found 4"),
-        (dict(dropout=1.0), "dropout: expected a number from 0 to below 1, found 1.0"),
+        (dict(width=10, heads=4), "heads: expected a number that divides the width of 10, got 4"),
+        (dict(dropout=1.0), "dropout: expected a number in [0, 1), got 1.0"),
         (dict(method="nope"), "--method: expected one of 'exact', .* got 'nope'"),
-        (dict(context=0), "context: expected a whole number >= 1, found 0"),
+        (dict(context=0), "context: expected a positive integer, got 0"),
     ],
 )
 def test_configs_that_make_no_sense_are_named(fields, message):

@@ -324,14 +324,14 @@ def test_the_published_rates_go_by_epochs():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (dict(width=9), "width: expected an even number >= 4 that 2 heads divide, found 9"),
+        (dict(width=9), "width: expected an even number >= 4 that 2 heads divide, got 9"),
         (dict(width=2), "width: expected an even number >= 4"),
         (dict(heads=3), "width: expected an even number"),
-        (dict(schedule="epochs"), "warmup: expected none with the schedule by epochs, found 100"),
-        (dict(schedule="epochs", warmup=0, steps=9), "steps: expected none with the schedule by epochs, found 9"),
+        (dict(schedule="epochs"), "warmup: expected none with the schedule by epochs, got 100"),
+        (dict(schedule="epochs", warmup=0, steps=9), "steps: expected none with the schedule by epochs, got 9"),
         (dict(schedule="epochs", warmup=0, epochs=3), "epochs: expected at least 4 for the schedule by epochs"),
-        (dict(clips=0), "clips: expected a whole number >= 1, found 0"),
-        (dict(frames=1), "frames: expected a whole number >= 2, found 1"),
+        (dict(clips=0), "clips: expected a positive integer, got 0"),
+        (dict(frames=1), "frames: expected an integer >= 2, got 1"),
         (dict(dropout=1.0), "dropout: expected a number from 0 to below 1"),
         (dict(method="nothing"), "method"),
         (dict(decoder_method="taylor:40"), "method"),
@@ -411,7 +411,7 @@ def test_both_decoders_are_compared(digits, tmp_path, capfd):
 def test_compare_refuses_the_decoder_that_it_would_ignore(digits, tmp_path, complaint):
     options = ["--data", digits, *SPEECH_OPTIONS, "--steps", "3", "--out", str(tmp_path / "compared")]
     said = complaint(["compare", "speech", *options, "--decoder", "attention"])
-    assert "--decoder: compare trains both decoders; expected none, found attention" in said
+    assert "--decoder: compare trains both decoders; expected none, got attention" in said
     assert not (tmp_path / "compared").exists()
 
 
@@ -425,5 +425,5 @@ def test_maps_of_long_texts_have_words_beside_them():
 
 def test_maps_have_a_scale_and_names_for_their_axes(speech_run):
     picture = speech.looks_picture(Run(speech_run), Config()).decode()
-    for label in ("what is spelled", "seconds", "weight, colours by its square root"):
+    for label in ("what is spelled", "seconds", "weight, colors by its square root"):
         assert f"<!-- {label} -->" in picture

@@ -34,11 +34,11 @@ HOSTILE = '!!python/object/apply:os.system ["touch executed"]'
         (f"lr: {HOSTILE}", "could not determine a constructor for the tag"),
         (HOSTILE, "could not determine a constructor for the tag"),
         ("lr: [", "while parsing a flow node"),
-        ("- 1", "expected fields and their values, found list"),
-        ("1: 2", "expected fields and their values, found dict"),
+        ("- 1", "expected fields and their values, got list"),
+        ("1: 2", "expected fields and their values, got dict"),
         ("rate: 1", "'rate' is no field of language; expected some of seed,"),
-        ("lr: fast", "lr: expected a number, found 'fast'"),
-        ("batch: 2.5", "batch: expected a whole number, found"),
+        ("lr: fast", "lr: expected a number, got 'fast'"),
+        ("batch: 2.5", "batch: expected an integer, got"),
         ("experiment: chess", "a config of the experiment 'chess', expected 'language'"),
     ],
 )
@@ -57,7 +57,7 @@ def test_fields_need_to_fit_together_only_when_all_are_known(complaint, tmp_path
     file = tmp_path / "c.yaml"
     file.write_text("heads: 3\nmodel: transformer\n")
     given = ["train", "language", "--config", str(file), "--data", str(tmp_path / "no")]
-    assert "heads: expected a number that divides the width of 128, found 3" in complaint(given)
+    assert "heads: expected a number that divides the width of 128, got 3" in complaint(given)
     assert "--data: there is no folder" in complaint([*given, "--width", "96"])
 
 
@@ -87,5 +87,5 @@ def test_values_of_a_grid_are_read_as_numbers_and_words():
     assert rest == ["sweep", "language", "--x", "2"]
     assert found == {"lr": [0.001, 0.1], "weight_decay": [0, 1]}
     assert split_off(["--grid.model", "rnn,lstm"], "grid")[1] == {"model": ["rnn", "lstm"]}
-    with pytest.raises(UsageError, match=r"--grid.lr: expected values with commas between, found nothing"):
+    with pytest.raises(UsageError, match=r"--grid.lr: expected values separated by commas, got nothing"):
         split_off(["--grid.lr"], "grid")

@@ -79,7 +79,7 @@ BROKEN = [
     (4, features, "monomial_weight", lambda exponents: 1.0),
     (4, features, "monomials", lambda width, degree: [tuple(p * (i == j) for j in range(width)) for i in range(width)
                                                       for p in range(degree + 1)]),
-    (5, features, "normalised", lambda weights, values: weights @ values * weights.sum(-1, keepdim=True)),
+    (5, features, "normalized", lambda weights, values: weights @ values * weights.sum(-1, keepdim=True)),
     (6, features, "linear_crossover", lambda features, width: features),
     (6, features, "REASSOCIATED", [(2, 1, 1)]),
     (6, features, "AS_WRITTEN", [(1, 1, 1)]),
@@ -297,8 +297,8 @@ def test_a_claim_that_fails_is_an_exit_code(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["23"], "CLAIMS: expected attention, recurrence, optimizers, networks, or a number from 1 to 22, found '23'"),
-        (["--seed", "-1"], "--seed: expected a whole number from 0"),
+        (["23"], "CLAIMS: expected attention, recurrence, optimizers, networks, or a number from 1 to 22, got '23'"),
+        (["--seed", "-1"], "--seed: expected an integer from 0"),
         (["14", "--plots", "/dev/null/x"], "--plots: cannot make /dev/null/x"),
     ],
 )

@@ -128,10 +128,10 @@ def error_by_degree(setting: Setting) -> bytes:
     return svg(figure)
 
 
-# --- 5: the normaliser --------------------------------------------------------------------------------------------
+# --- 5: the normalizer --------------------------------------------------------------------------------------------
 
 
-def normalised(weights: Tensor, values: Tensor) -> Tensor:
+def normalized(weights: Tensor, values: Tensor) -> Tensor:
     """D^-1 A V, D the diagonal of the row sums."""
     return weights @ values / weights.sum(-1, keepdim=True)
 
@@ -142,7 +142,7 @@ def normalised(weights: Tensor, values: Tensor) -> Tensor:
     r"\mathrm{softmax}(Q K^T) V = D^{-1} A V, \quad A = \exp(Q K^T), \; D = \mathrm{diag}(A \mathbf{1})",
     "The sum of the exact weights will do; or rows are multiplied by D.",
 )  # fmt: skip
-def normaliser(setting: Setting) -> Finding:
+def normalizer(setting: Setting) -> Finding:
     length, width = setting.of(16, 32, 64), 4
     q, k, v = normal(3, length, width, seed=setting.seed, spread=0.8)
     exact = (q @ k.mT).exp()
@@ -154,15 +154,15 @@ def normaliser(setting: Setting) -> Finding:
     softmax = (q @ k.mT).softmax(-1) @ v
     return Finding(
         [
-            at_most("D^-1 A V from softmax", distance(normalised(exact, v), softmax), ROUNDING),
-            at_most("D^-1 A V of features from the library", distance(normalised(featured, v), own), ROUNDING),
-            at_most("sums of the weights of features from 1", farthest(normalised(featured, ones), 1), ROUNDING),
-            at_most("the same with the exact normaliser", farthest(crossed, 1), 0.01, mistake=True),
+            at_most("D^-1 A V from softmax", distance(normalized(exact, v), softmax), ROUNDING),
+            at_most("D^-1 A V of features from the library", distance(normalized(featured, v), own), ROUNDING),
+            at_most("sums of the weights of features from 1", farthest(normalized(featured, ones), 1), ROUNDING),
+            at_most("the same with the exact normalizer", farthest(crossed, 1), 0.01, mistake=True),
             at_most("D A V from softmax", distance(times, softmax), 0.01, mistake=True),
         ],
         [
             "Row i of softmax is exp(q_i.k_j) / sum_j exp(q_i.k_j): row i of A by the i-th entry of A 1.",
-            f"Checked with L = {length}, D = {width}: to {small(distance(normalised(exact, v), softmax))}.",
+            f"Checked with L = {length}, D = {width}: to {small(distance(normalized(exact, v), softmax))}.",
             "Weights of a series of degree 2 have other sums. Divided by their own, each row sums to 1; divided by the "
             f"exact sums, rows sum to {float(crossed.min()):.3f} ... {float(crossed.max()):.3f}.",
             f"Rows multiplied by D instead of divided are {distance(times, softmax):,.0f} times too large.",
@@ -172,12 +172,12 @@ def normaliser(setting: Setting) -> Finding:
 
 # --- 6: the order of the products ---------------------------------------------------------------------------------
 
-REASSOCIATED: list[Term] = [(1, 1, 1), (1, 1, 0)]  # L, M, D; the second is the normaliser's
+REASSOCIATED: list[Term] = [(1, 1, 1), (1, 1, 0)]  # L, M, D; the second is the normalizer's
 AS_WRITTEN: list[Term] = [(2, 0, 1), (2, 0, 0)]
 
 
 def linear_crossover(features: int, width: int) -> int:
-    """The shortest length at which phi(Q) (phi(K)^T V), with its normaliser, takes less work than exact attention."""
+    """The shortest length at which phi(Q) (phi(K)^T V), with its normalizer, takes less work than exact attention."""
     return features * (width + 1) // width + 1
 
 
@@ -219,7 +219,7 @@ def reassociated(setting: Setting) -> Finding:
             "From the left, weights are L x L. A weight is a series in q.k, so the library needs no features for it: "
             f"counted, {written(AS_WRITTEN, 'LMD', its_factors)}.",
             "From the right, phi(K)^T V is M x D, whatever L is: 2 L M D, as much again for the queries, and the "
-            f"normaliser is one more column. Counted: {written(REASSOCIATED, 'LMD', factors)}.",
+            f"normalizer is one more column. Counted: {written(REASSOCIATED, 'LMD', factors)}.",
             f"Both forms agree to {small(apart)}, over {len(set(sizes))} shapes.",
             "Exact attention takes 4 L^2 D. 4 L M (D + 1) is less once L > M (1 + 1/D).",
             f"At D = 64 and degree 2, M = {features:,}: from L = {linear_crossover(features, 64):,}. The library says "
@@ -246,7 +246,7 @@ def cost_curves(found: int) -> bytes:
     }
     for name, work in forms.items():
         axes.loglog(lengths, [work(n) for n in lengths], "o-", markersize=3, label=name)
-    axes.axvline(found, color="grey", linestyle=":", label=f"crossover of Taylor, L = {found:,}")
+    axes.axvline(found, color="gray", linestyle=":", label=f"crossover of Taylor, L = {found:,}")
     axes.set(xlabel="tokens", ylabel="operations of a head of width 64")
     axes.legend(fontsize="small")
     return svg(figure)

@@ -86,7 +86,7 @@ WITHOUT_LEFT: list[Term] = [(2, 1), (2, 0)]
 
 @claim(
     9, "Without the exponential, q (K^T V) costs O(L D^2); as written, (q K^T) V is O(L^2 D). About half of the "
-    "weights are negative, so their sum can vanish and cannot serve as a normaliser.",
+    "weights are negative, so their sum can vanish and cannot serve as a normalizer.",
     r"Q (K^T V) = (Q K^T) V, \quad O(L D^2) \text{ against } O(L^2 D)",
 )  # fmt: skip
 def without_exponential(setting: Setting) -> Finding:
