@@ -176,7 +176,7 @@ def _given(experiment: Any) -> Any:
 def evaluate(run: str, part: Literal["valid", "test"] = "test") -> None:
     """Evaluate a trained model on the validation or test set of its run.
 
-    Example: subquad evaluate runs/language-1
+    Example: subquad evaluate runs/language-001
 
     Args:
         run: Run folder. For a series of seeds, the best run is used.
@@ -208,7 +208,7 @@ def report(
 ) -> None:
     """Write an HTML report about runs: tables, learning curves and published results.
 
-    Example: subquad report runs/language-1 --out report.html
+    Example: subquad report runs/language-001 --out report.html
 
     Args:
         runs: Run folders, including those of series, comparisons and sweeps. Default: all runs in --root.
@@ -233,7 +233,7 @@ def sample(
 ) -> None:
     """Generate text with a trained language model.
 
-    Example: subquad sample runs/language-1 --prompt "the list" --top-p 0.9
+    Example: subquad sample runs/language-001 --prompt "the list" --top-p 0.9
 
     Args:
         run: Run folder. For a series of seeds, the best run is used.
@@ -253,7 +253,7 @@ def sample(
 def predict(run: str, images: list[str]) -> None:
     """Classify image files with a trained image model.
 
-    Example: subquad predict runs/images-1 scan.png
+    Example: subquad predict runs/images-001 scan.png
 
     Args:
         run: Run folder. For a series of seeds, the best run is used.
@@ -269,7 +269,7 @@ def transcribe(run: str, files: list[str], beams: int = 4) -> None:
 
     Each utterance is normalized to the volume and the leading and trailing silence of the training clips.
 
-    Example: subquad transcribe runs/speech-1 recording.wav
+    Example: subquad transcribe runs/speech-001 recording.wav
 
     Args:
         run: Run folder. For a series of seeds, the best run is used.

@@ -8,7 +8,7 @@ import subquad
 from subquad.planning import calibration
 from subquad.planning.seconds import work
 from subquad_lab.cli import main
-from subquad_lab.commands.plan import MOST, competing
+from subquad_lab.commands.plan import MAX_SHOWN_CANDIDATES, competing
 
 SHAPE = ["plan", "--length", "32768", "--heads", "8", "--head-dim", "64"]
 
@@ -52,7 +52,7 @@ def test_table_and_reason_in_a_pipe(capfd):
     (chosen,) = (line for line in rows(out) if line.endswith("chosen"))
     assert chosen.startswith(found.choice.name)
     assert any(line.startswith("Exact()") for line in rows(out))
-    assert len(rows(out)) <= MOST
+    assert len(rows(out)) <= MAX_SHOWN_CANDIDATES
     assert f"Not shown: {len(found.candidates) - len(rows(out))} candidates" in out
 
 
@@ -104,7 +104,7 @@ def test_what_competes():
 
 
 def test_acceptable_ones_come_first_where_there_are_too_many(monkeypatch):
-    monkeypatch.setattr("subquad_lab.commands.plan.MOST", 4)
+    monkeypatch.setattr("subquad_lab.commands.plan.MAX_SHOWN_CANDIDATES", 4)
     found = subquad.plan(query_length=32768, heads=8, head_dim=64, is_causal=True, logit_range=0.5)
     assert [c.is_acceptable for c in competing(found)] == [True] * 4
 
