@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from subquad_lab.data.text import Corpus
-from subquad_lab.experiments.language import STREAMS, Config, Language
+from subquad_lab.experiments.language import EVALUATION_STREAMS, Config, Language
 from subquad_lab.figures.plots import axes_of, svg
 from subquad_lab.models.language import SigmoidRNN
 from subquad_lab.models.recurrences import Activation, after_activation, alternating_sum, before_activation
@@ -358,7 +358,7 @@ def perplexity(cross_entropy: float) -> float:
     r"\left(\prod_t p_t\right)^{-1/T} = \exp\left(-\frac{1}{T} \sum_t \log p_t\right)",
 )  # fmt: skip
 def perplexity_is_exponential(setting: Setting) -> Finding:
-    words, length = setting.of(5, 9, 17), STREAMS * setting.of(2, 3, 4)
+    words, length = setting.of(5, 9, 17), EVALUATION_STREAMS * setting.of(2, 3, 4)
     text = torch.randint(words, (length + 1,), generator=torch.Generator().manual_seed(setting.seed))
     torch.manual_seed(setting.seed)
     config = Config(model="rnn", embedding=4, width=6, batch=1, context=4, dropout=0.0, tied=False)
@@ -366,7 +366,7 @@ def perplexity_is_exponential(setting: Setting) -> Finding:
     task.model.double()
     found = task.evaluate("test", lambda: None)
     with torch.no_grad():  # The lab evaluates a text in streams.
-        chances = task.model(text[:-1].view(STREAMS, -1))[0].softmax(-1).flatten(0, 1).gather(1, text[1:, None])
+        chances = task.model(text[:-1].view(EVALUATION_STREAMS, -1))[0].softmax(-1).flatten(0, 1).gather(1, text[1:, None])
         for parameter in task.model.parameters():
             parameter.zero_()
     geometric, entropy = float(chances.prod()) ** (-1 / length), -float(chances.log().mean())

@@ -19,7 +19,7 @@ ORDER = [(length, name) for length in (32, 64) for name in ("torch", "taylor:2",
 @pytest.fixture
 def quick(monkeypatch, one_thread):
     """A round or two, and a small matrix product."""
-    for name, value in {"ROUNDS": 2, "SHORTEST": 0, "PRODUCT": 64}.items():
+    for name, value in {"ROUNDS": 2, "MIN_SECONDS": 0, "PRODUCT_SIZE": 64}.items():
         monkeypatch.setattr(bench, name, value)
 
 

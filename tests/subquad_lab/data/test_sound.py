@@ -150,6 +150,6 @@ def test_hours_are_refused_before_they_are_read(tmp_path, monkeypatch):
     from subquad_lab.data import sound
 
     soundfile.write(tmp_path / "a.wav", tone(300, 3.0, 8000), 8000)
-    monkeypatch.setattr(sound, "LONGEST", 2)
+    monkeypatch.setattr(sound, "MAX_FILE_SECONDS", 2)
     with pytest.raises(ValueError, match="lasts"):
         read_sound(tmp_path / "a.wav")

@@ -115,7 +115,7 @@ def test_too_few_or_too_many_strings_are_refused(tmp_path, clips):
 
 
 def test_an_hour_is_no_clip(tmp_path, monkeypatch):
-    monkeypatch.setattr(features, "LONGEST", 0.28)
+    monkeypatch.setattr(features, "MAX_CLIP_SECONDS", 0.28)
     with pytest.warns(UserWarning, match=r"C19: lasts 0 s; expected at most 0.28 s"):
         found = load_speech(str(write_table(tmp_path / "data")))
     assert len(found.skipped) == 1

@@ -12,7 +12,7 @@ from small_runs import tone
 from subquad_lab.data.clips import Part
 from subquad_lab.data.espeak import Speaker
 from subquad_lab.data.sound import RATE, STEP, log_mel, resampled
-from subquad_lab.data.utterances import CLICK, Usual, cuts_at_pauses, heard, pieces, usual
+from subquad_lab.data.utterances import MIN_UTTERANCE_SAMPLES, Usual, cuts_at_pauses, heard, pieces, usual
 
 LIKE = Usual(loudness=0.9, before=2, after=3, between=15)
 
@@ -118,7 +118,7 @@ def test_clicks_are_no_utterances(speech):
     click = torch.zeros(RATE)
     click[8000:8100] = 0.5
     assert len(heard(torch.cat([click, speech, silence(0.5)]), LIKE, 1000)) == 1
-    with pytest.raises(ValueError, match=f"has no sound of at least {CLICK / RATE:g} s"):
+    with pytest.raises(ValueError, match=f"no utterance of at least {MIN_UTTERANCE_SAMPLES / RATE:g} s"):
         heard(click, LIKE, 1000)
     with pytest.raises(ValueError, match="is silent"):
         heard(silence(1), LIKE, 1000)

@@ -175,7 +175,7 @@ def test_perplexity_counts_every_word_once(name, text):
     task = language.build(Config(data=str(text), model=name, embedding=6, width=8, heads=2, context=8, batch=2))
     task.model.double().eval()
     words = task.corpus.test
-    length = -(-(len(words) - 1) // language.STREAMS)
+    length = -(-(len(words) - 1) // language.EVALUATION_STREAMS)
     total = 0.0
     for first in range(0, len(words) - 1, length):
         stream = words[first : min(first + length, len(words) - 1) + 1]
