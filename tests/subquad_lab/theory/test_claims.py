@@ -200,10 +200,10 @@ def test_rounding_errors_are_shown_by_their_bound():
 
 
 def test_what_is_said_has_its_tolerance():
-    assert at_most("", 1.0, 1000).said == "<= 1,000"
-    assert at_least("", 1.0, 0.5).said == ">= 0.5"
-    assert equal("", 1.0, 2145).said == "= 2,145"
-    assert equal("", 1.0, 2145, within=0.1).said == "= 2,145 within 10%"
+    assert at_most("", 1.0, 1000).claimed == "<= 1,000"
+    assert at_least("", 1.0, 0.5).claimed == ">= 0.5"
+    assert equal("", 1.0, 2145).claimed == "= 2,145"
+    assert equal("", 1.0, 2145, within=0.1).claimed == "= 2,145 within 10%"
 
 
 def test_counts_are_those_of_what_torch_did():
@@ -263,7 +263,7 @@ def test_verify_as_json_with_pictures(capsys, tmp_path):
     twelve, sixteen = json.loads(capsys.readouterr().out)
     assert twelve["number"] == 12
     assert twelve["holds"] is True
-    assert twelve["checks"][1]["found"] == 0
+    assert twelve["checks"][1]["measured"] == 0
     assert sixteen["verdict"] == "holds"
     assert [path.name for path in (tmp_path / "plots").iterdir()] == ["claim-12.svg"]
     assert (tmp_path / "plots" / "claim-12.svg").read_bytes().startswith(b"<?xml")
