@@ -90,7 +90,8 @@ def plan(
         rest = causal, training, purpose, dtype
         if any(other is not None for other in others) or rest != (True, False, "swap", "float32"):
             raise UsageError(
-                "--model: expected no other options than --text, --tokens, --max-error and --all; the model sets the rest"
+                "--model: expected no other options than --text, --tokens, --max-error and --all; the model sets the "
+                "rest"
             )
         plan_model.run(model, text, tokens, max_error, all_)
         return

@@ -100,7 +100,8 @@ def verdicts(done: dict[str, Series], measure: str, found: dict[str, Interval]) 
     examples = right(first)
     over = f"{len(first.runs)} seeds" + (f" and {len(examples):,} test examples" if examples else "")
     lines = [
-        f"+-: in the table, the 95 % confidence interval of the mean over seeds; below, family-wise 95 % confidence for "
+        "+-: in the table, the 95 % confidence interval of the mean over seeds; below, family-wise 95 % confidence "
+        "for "
         f"all {len(found)} differences, over {over}"
     ]
     for other, interval in found.items():

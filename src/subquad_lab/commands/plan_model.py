@@ -59,7 +59,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """The findings for a layer. `whole` is None if the layer is not plain attention, such as one with a window or bias."""
+    """The findings for a layer. `whole` is None if it is not plain attention, such as one with a window or a bias."""
 
     whole: Finding | None
     heads: tuple[Finding, ...] = ()
@@ -102,7 +102,8 @@ def plans(model: Any, tokens: Tensor, max_error: float) -> list[LayerPlan]:
 
         watch(model, tokens, see)
     if not found:
-        raise UsageError(f"--model: {type(model).__name__} does not use the transformers attention interface, so nothing "
+        raise UsageError(f"--model: {type(model).__name__} does not use the transformers attention interface, so "
+                         "nothing "
                          "can be measured")  # fmt: skip
     return found
 

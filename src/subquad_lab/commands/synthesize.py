@@ -95,7 +95,8 @@ def check_same(folder: Path, wanted: list[Transcript], voices: list[str]) -> Non
             raise UsageError(f"OUT: {folder} was made from other texts: expected {texts[line.name][:40]!r} for "
                              f"{line.name}, got {line.text[:40]!r}; use a new folder")  # fmt: skip
     if missing := [line.name for line in known if line.name not in texts]:
-        raise UsageError(f"OUT: {folder} holds {len(known):,} clips, {len(missing):,} of which are not requested now (such "
+        raise UsageError(f"OUT: {folder} holds {len(known):,} clips, {len(missing):,} of which are not requested now "
+                         "(such "
                          f"as {missing[0]}); use at least as many --clips or a new folder")  # fmt: skip
 
 

@@ -52,7 +52,7 @@ def learned(made: Run) -> tuple[int, Usual]:
     kinds = {name: float if name == "loudness" else int for name in Usual._fields}
     if (not isinstance(usual, dict) or {name: type(value) for name, value in usual.items()} != kinds
             or not all(0 <= usual[name] <= longest for name in kinds if name != "loudness")):  # fmt: skip
-        raise UsageError(f"{made.folder / ABOUT}: expected the numbers {', '.join(kinds)} under \"usual\", got {usual}")
+        raise UsageError(f'{made.folder / ABOUT}: expected the numbers {", ".join(kinds)} under "usual", got {usual}')
     return longest, Usual(**usual)
 
 

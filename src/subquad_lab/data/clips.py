@@ -158,8 +158,8 @@ def _checksum_of(parts: dict[str, Part]) -> str:
 def _kept(path: Path, clips: Clips, parts: dict[str, list[Utterance]]) -> Clips:
     """Write the features to the cache and return them.
 
-    They are not cached if a clip without a file was skipped, because synthesizing it may work next time. A cache that is
-    not writable only causes a warning.
+    They are not cached if a clip without a file was skipped, because synthesizing it may work next time. An unwritable
+    cache only causes a warning.
     """
     from safetensors.torch import save_file
 

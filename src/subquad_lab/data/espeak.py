@@ -87,7 +87,9 @@ def version() -> str:
 
 def _started() -> subprocess.Popen[bytes]:
     if find_spec("espeakng_loader") is None:
-        raise UsageError("espeak-ng (speech synthesis) is not installed; install it with: pip install 'subquad[speech]'")
+        raise UsageError(
+            "espeak-ng (speech synthesis) is not installed; install it with: pip install 'subquad[speech]'"
+        )
     command = [sys.executable, "-P", "-m", "subquad_lab.data.espeak"]  # -P: import nothing from the current folder
     # In its own session: Ctrl-C reaches only the client, which then ends this process.
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)

@@ -5,8 +5,8 @@
                 are several graphs, pass ind.NAME.x itself
     NAME.npz    a converted Planetoid graph
 
-Planetoid files are Python 2 pickles. They are read as data without executing them (see `pickles`), and converted once to
-an npz file in the cache folder.
+Planetoid files are Python 2 pickles. They are read as data without executing them (see `pickles`), and converted once
+to an npz file in the cache folder.
 """
 
 import hashlib
@@ -124,8 +124,8 @@ def _read(path: Path) -> bytes:
 def planetoid(contents: dict[str, bytes], files: dict[str, Path]) -> dict[str, np.ndarray]:
     """Convert Planetoid files to arrays: first the nodes of allx, then the test nodes in the order of test.index.
 
-    Test nodes that the index omits have no edges and appear in no file (Citeseer has 15); their features are 0 and their
-    class is unknown.
+    Test nodes that the index omits have no edges and appear in no file (Citeseer has 15); their features are 0 and
+    their class is unknown.
     """
     held = {what: unpickle(contents[what], files[what]) for what in FILES[:-1]}
     matrices = {what: _features(held[what], files[what]) for what in ("x", "tx", "allx")}
@@ -242,7 +242,8 @@ def _graph(name: str, arrays: dict[str, np.ndarray], where: object) -> Graph:
             raise UsageError(f"--data: {where}: {what}: expected nodes with known classes only")
     known = arrays["classes"][arrays["train"]]
     if known.max() > MAX_CLASSES or arrays["classes"].max() > known.max():
-        raise UsageError(f"--data: {where}: classes: expected at most {MAX_CLASSES}, and only classes of training nodes, "
+        raise UsageError(f"--data: {where}: classes: expected at most {MAX_CLASSES}, and only classes of training "
+                         "nodes, "
                          f"got {arrays['classes'].max()}")  # fmt: skip
     parts = np.concatenate([arrays[what] for what in ("train", "valid", "test")])
     if len(np.unique(parts)) != len(parts):

@@ -78,7 +78,9 @@ def _digits() -> dict[str, Part]:
 
     found = load_digits()
     small = torch.from_numpy(found.images).float()[:, None] * (255 / 16)
-    pictures = F.interpolate(small, (DIGIT_SIDE, DIGIT_SIDE), mode="bilinear", align_corners=False).round().to(torch.uint8)
+    pictures = (
+        F.interpolate(small, (DIGIT_SIDE, DIGIT_SIDE), mode="bilinear", align_corners=False).round().to(torch.uint8)
+    )
     whole = pictures, torch.from_numpy(found.target).long()
     order = torch.randperm(len(pictures), generator=torch.Generator().manual_seed(0))
     fifth = len(order) // 5
@@ -99,7 +101,8 @@ def _medmnist(path: Path) -> Pictures:
         with path.open("rb") as file:
             found = hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
         if found != OCT_MD5:
-            warnings.warn(f"{path}: expected MD5 {OCT_MD5}, got {found}; results may not be comparable to published ones",
+            warnings.warn(f"{path}: expected MD5 {OCT_MD5}, got {found}; results may not be comparable to published "
+                          "ones",
                           stacklevel=2)  # fmt: skip
             name += ", changed"
     return _pictures(name, checked, path)
@@ -193,7 +196,8 @@ def _pictures(name: str, parts: dict[str, Part], where: object) -> Pictures:
         if len(others) == 0:
             raise UsageError(f"--data: {where}: the {part} part is empty")
         if others.shape[1:] != pictures.shape[1:]:
-            raise UsageError(f"--data: {where}: expected {part} images of shape {tuple(pictures.shape[1:])} as in train, "
+            raise UsageError(f"--data: {where}: expected {part} images of shape {tuple(pictures.shape[1:])} as in "
+                             "train, "
                              f"got {tuple(others.shape[1:])}")  # fmt: skip
         if int(own.max()) >= count:
             raise UsageError(f"--data: {where}: expected {part} labels from 0 to {count - 1} as in train, got "

@@ -149,7 +149,8 @@ def _is_treebank(folder: Path, contents: dict[str, str]) -> bool:
     for part, content in contents.items():
         found = hashlib.md5(content.encode(), usedforsecurity=False).hexdigest()
         if found != PTB_MD5[part]:
-            print(f"subquad: warning: {folder / NAMES['Penn Treebank'].format(part)}: expected MD5 {PTB_MD5[part]}, got "
+            print(f"subquad: warning: {folder / NAMES['Penn Treebank'].format(part)}: expected MD5 {PTB_MD5[part]}, "
+                  "got "
                   f"{found}; results may not be comparable to published ones", file=sys.stderr)  # fmt: skip
             same = False
     return same

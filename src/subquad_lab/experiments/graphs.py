@@ -104,7 +104,8 @@ def neighbors(graph: Graph, heads: int) -> Tensor:
     needed = (1 + 16 * heads) * graph.nodes**2  # the mask, and the weights of both layers with their gradients
     if needed > memory():
         raise UsageError(f"mixer: masked attention over {graph.nodes:,} nodes with {heads} heads needs "
-                         f"{needed / 2**30:,.0f} GiB, but this machine has {memory() / 2**30:,.0f} GiB; use gcn or all")  # fmt: skip
+                         f"{needed / 2**30:,.0f} GiB, but this machine has {memory() / 2**30:,.0f} GiB; use gcn or "
+                         "all")  # fmt: skip
     mask = torch.eye(graph.nodes, dtype=torch.bool)
     mask[graph.edges[1], graph.edges[0]] = True
     return mask

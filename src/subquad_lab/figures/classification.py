@@ -71,7 +71,9 @@ class Predictions:
                 raise UsageError(f"{path}: expected class numbers in [0, {len(classes)})")
         assert isinstance(wanted, list) and isinstance(found, list)
         if not wanted or len(wanted) != len(found):
-            raise UsageError(f"{path}: expected one prediction per example, got {len(found)} for {len(wanted)} examples")
+            raise UsageError(
+                f"{path}: expected one prediction per example, got {len(found)} for {len(wanted)} examples"
+            )
         return cls(classes, wanted, found)
 
 

@@ -74,8 +74,8 @@ def load(path: str) -> tuple[Any, Any]:
         raise UsageError(f"--model: {path} needs another package: {_first(error)}") from error
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise UsageError(f"--model: {path} cannot be loaded: {_first(error)}") from error
-    # The pooler is not used here, and encoders are often saved without it. Other missing weights would be initialized at
-    # random, and the plan would be meaningless.
+    # The pooler is not used here, and encoders are often saved without it. Other missing weights would be initialized
+    # at random, and the plan would be meaningless.
     if missing := sorted(name for name in found["missing_keys"] if "pooler" not in name):
         raise UsageError(f"--model: {path} lacks {len(missing)} of the model's weights, such as {missing[0]}")
     return model.eval(), tokenizer
@@ -123,7 +123,7 @@ def watch(model: Any, tokens: Tensor, see: Callable[[Layer], None]) -> None:
     ) -> tuple[Tensor, None]:  # fmt: skip
         output, _ = own(module, query, key, value, attention_mask, scaling=scaling, **more)
         is_causal = more.get("is_causal")
-        is_causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)  # as in transformers' sdpa
+        is_causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)  # as in sdpa
         see(Layer(query, key, value, output.transpose(1, 2), scaling, is_causal))
         return output, None
 

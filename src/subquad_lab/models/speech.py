@@ -6,8 +6,8 @@
     attention    embedding + learned positions; x + causal attention(norm x); the same block;
                  norm, linear                                                                 517,035
 
-(80 mels, width 200, 2 blocks, 35 characters, 98 positions.) Padding is masked in every layer: the result for a clip does
-not depend on the other clips of the batch. `start` returns the initial state of a decoder; with a state, a decoder
+(80 mels, width 200, 2 blocks, 35 characters, 98 positions.) Padding is masked in every layer: the result for a clip
+does not depend on the other clips of the batch. `start` returns the initial state of a decoder; with a state, a decoder
 continues with one or more characters.
 
 Axes: b clips, t frames, n characters, w width, h heads.

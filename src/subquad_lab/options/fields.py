@@ -116,7 +116,12 @@ def read(path: Path) -> dict[str, Any]:
         content = yaml.safe_load(path.read_bytes())
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}") from error
-    except (yaml.YAMLError, ValueError, IndexError, RecursionError) as error:  # PyYAML raises ValueError for `!!int ""`.
+    except (
+        yaml.YAMLError,
+        ValueError,
+        IndexError,
+        RecursionError,
+    ) as error:  # `!!int ""` raises ValueError.
         raise UsageError(f"{path}: {' '.join(str(error).split())}") from error
     if content is None:
         return {}

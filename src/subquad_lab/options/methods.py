@@ -21,4 +21,6 @@ def refuse_many_features(spec: str, width: int) -> None:
     method = parse_method(spec)
     size = method.size(width) if isinstance(method, FeatureMethod) else 0
     if size > MAX_FEATURES:
-        raise UsageError(f"method: expected at most {MAX_FEATURES:,} features, got {size:,} for {spec} at width {width}")
+        raise UsageError(
+            f"method: expected at most {MAX_FEATURES:,} features, got {size:,} for {spec} at width {width}"
+        )

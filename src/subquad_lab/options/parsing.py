@@ -147,7 +147,8 @@ def add_experiments(
         names = ", ".join(presets(name))
         fields.add_argument("--preset", type=str | None, default=None, help=f"Built-in config to start from: {names}.")
         fields.add_argument("--config", type=str | None, default=None,
-                            help="YAML file with values for any of the options below. If both --preset and --config are "
+                            help="YAML file with values for any of the options below. If both --preset and --config "
+                                 "are "
                             "given, the later one takes precedence.")  # fmt: skip
         if "trials" in own:
             fields.add_argument("--trials", type=int, default=20, help="Maximum number of trials of a --span search.")

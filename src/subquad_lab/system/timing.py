@@ -103,7 +103,7 @@ def peak_bytes(call: Callable[[], object]) -> int:
 def best_seconds(call: Callable[[], object], repeats: int, at_least: float = 0.5) -> float:
     """Return the time of the fastest of several calls; other load on the machine can only make a call slower.
 
-    Short calls are repeated for at least `at_least` seconds in total, so that a disturbance does not affect all of them.
+    Short calls are repeated for at least `at_least` seconds in total, so that a disturbance does not affect all calls.
     """
     best, total, count = math.inf, 0.0, 0
     while count < repeats or total < at_least:

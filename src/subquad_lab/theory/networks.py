@@ -43,7 +43,8 @@ SUM_AT_28 = f"{' + '.join(f'{each:,}' for each in AT_28)} = {sum(AT_28):,}"
 
 
 @claim(
-    21, f"At 28 x 28 pixels the networks with pooling and with strides both have {sum(AT_28):,} parameters: pooling does "
+    21, f"At 28 x 28 pixels the networks with pooling and with strides both have {sum(AT_28):,} parameters: pooling "
+        "does "
     "not remove parameters.",
     SUM_AT_28.replace(",", "{,}"),
     "Pooling makes the network smaller.",
@@ -74,7 +75,8 @@ def pooling_removes_none(setting: Setting) -> Finding:
             f"Other sides are rounded differently: of 30 x 30 pixels, pooling leaves {places[30, 'pool']} and strides "
             f"leave {places[30, 'stride']}. The following linear layer then has another size, and the networks have "
             f"{counts[30, 'pool']:,} and {counts[30, 'stride']:,} parameters.",
-            f"The numbers differ for {different} of the {len(left)} sides from 10 to 99; the convolutions never differ.",
+            f"The numbers differ for {different} of the {len(left)} sides from 10 to 99; the convolutions never "
+            "differ.",
         ],
     )  # fmt: skip
 
@@ -100,7 +102,8 @@ def largest_eigenvalue_without_fix() -> float:
 
 
 @claim(
-    22, "With self-loops and symmetric normalization the largest eigenvalue is 1, so features never grow, although rows "
+    22, "With self-loops and symmetric normalization the largest eigenvalue is 1, so features never grow, although "
+        "rows "
     "do not sum to 1. Otherwise features grow exponentially with the number of propagations.",
     r"\tilde A = A + I, \quad P = \tilde D^{-1/2} \tilde A \tilde D^{-1/2}, \quad \lambda_1(P) = 1, \quad P "
     r"\mathbf{1} \ne \mathbf{1}; \qquad \lambda_1(I + D^{-1/2} A D^{-1/2}) = 2",
@@ -124,7 +127,8 @@ def normalized_propagation(setting: Setting) -> Finding:
         [
             at_most("the lab's matrix, relative deviation from D^-1/2 (A + I) D^-1/2", distance(fixed, by_hand), 1e-6),
             equal("largest |eigenvalue|", of_fixed, largest_eigenvalue_of_fixed(), within=1e-6),
-            equal("largest |eigenvalue| of I + D^-1/2 A D^-1/2", of_after, largest_eigenvalue_without_fix(), within=1e-6),
+            equal("largest |eigenvalue| of I + D^-1/2 A "
+                  "D^-1/2", of_after, largest_eigenvalue_without_fix(), within=1e-6),
             at_most("row normalization: deviation of row sums from 1", farthest(by_row.sum(-1), 1), 1e-6),
             at_most(f"relative norm of the features after {steps} propagations", by_fixed, 1.0),
             at_least("the same with I + D^-1/2 A D^-1/2", by_after, 1.3**steps),
@@ -132,9 +136,12 @@ def normalized_propagation(setting: Setting) -> Finding:
             at_most("symmetric normalization: deviation of row sums from 1", farthest(sums, 1), 0.01, mistake=True),
         ],
         [
-            "A + I includes each node in its own sum. The rows of D^-1 (A + I) sum to 1, so its largest eigenvalue is 1.",
-            "D^-1/2 (A + I) D^-1/2 is similar to it and has the same eigenvalues but different rows: for the karate club "
-            f"they sum to {float(sums.min()):.3f} ... {float(sums.max()):.3f}. Its largest eigenvalue is {of_fixed:.6f}.",
+            "A + I includes each node in its own sum. The rows of D^-1 (A + I) sum to 1, so its largest eigenvalue is "
+            "1.",
+            "D^-1/2 (A + I) D^-1/2 is similar to it and has the same eigenvalues but different rows: for the karate "
+            "club "
+            f"they sum to {float(sums.min()):.3f} ... {float(sums.max()):.3f}. Its largest eigenvalue is "
+            f"{of_fixed:.6f}.",
             f"Features therefore never grow: after {steps} propagations, random features have {by_fixed:.2g} of their "
             "initial norm.",
             f"Self-loops added after the normalization, I + D^-1/2 A D^-1/2, give the eigenvalue 1 + 1 = "

@@ -45,7 +45,8 @@ def rate_of_momentum(rate: float, share: float) -> float:
 
 
 @claim(
-    17, "Momentum and an exponential moving average of the gradients take the same steps if the learning rate of momentum "
+    17, "Momentum and an exponential moving average of the gradients take the same steps if the learning rate of "
+        "momentum "
     "is smaller by the factor 1 - b.",
     r"v = a v + \epsilon g \;\equiv\; v = b v + (1 - b) g \text{ with step } \delta, \quad a = b, \; "
     r"\epsilon = \delta (1 - b)",
@@ -95,7 +96,8 @@ def held(share: float, steps: int) -> float:
 
 
 @claim(
-    18, "An exponential moving average that starts at 0 is biased: its mean is 1 - b^t times that of the gradient. Dividing "
+    18, "An exponential moving average that starts at 0 is biased: its mean is 1 - b^t times that of the gradient. "
+        "Dividing "
     "by 1 - b^t removes the bias.",
     r"v_t = (1 - b) \sum_{i \le t} b^{t-i} g_i, \quad \mathbb{E}[v_t] = (1 - b^t) \, \mathbb{E}[g]",
     "The average is unbiased without correction.",
@@ -122,13 +124,15 @@ def bias_of_average(setting: Setting) -> Finding:
                     abs(float(average.mean()) - held(share, steps) * mean) / error, 4.5),
             at_most("mean of the corrected step, deviation from E[g] in standard errors",
                     abs(float(step.mean()) - mean) / error_corrected, 4.5),
-            at_most("mean of v_t, deviation from E[g] in standard errors", abs(float(average.mean()) - mean) / error, 4.5,
+            at_most("mean of v_t, deviation from E[g] in standard "
+                    "errors", abs(float(average.mean()) - mean) / error, 4.5,
                     mistake=True),
         ],
         [
             "v_0 = 0. Each step multiplies v by b and adds (1 - b) g, which gives the sum above.",
             "Its weights, (1 - b) b^(t-i), sum to 1 - b^t; the remaining weight b^t belongs to v_0, which is 0.",
-            f"b = {share}, t = {steps}, E[g] = {mean}: (1 - b^t) E[g] = {held(share, steps) * mean:.4f}. Over {walks:,} "
+            f"b = {share}, t = {steps}, E[g] = {mean}: (1 - b^t) E[g] = {held(share, steps) * mean:.4f}. Over "
+            f"{walks:,} "
             f"samples, the mean of v_t is {float(average.mean()):.4f}.",
             f"Divided by 1 - b^t, the mean step is {float(step.mean()):.4f}.",
         ],
@@ -144,7 +148,8 @@ def decay_of_penalty(rate: float, penalty: float) -> float:
 
 
 @claim(
-    19, "For SGD, shrinking each weight by the factor 1 - lambda in each step is equivalent to an L2 penalty gamma |x|^2 "
+    19, "For SGD, shrinking each weight by the factor 1 - lambda in each step is equivalent to an L2 penalty gamma "
+        "|x|^2 "
     "in the loss, with lambda = + 2 eta gamma.",
     r"x \leftarrow (1 - \lambda) x - \eta g \;\equiv\; x \leftarrow x - \eta (g + 2 \gamma x), \quad "
     r"\lambda = +2 \eta \gamma",
@@ -202,7 +207,8 @@ def decoupled_share(rate: float, steps: int) -> float:
 
 
 @claim(
-    20, "With an L2 penalty, Adam shrinks weights with small gradients more strongly, because it divides the penalty by the "
+    20, "With an L2 penalty, Adam shrinks weights with small gradients more strongly, because it divides the penalty "
+        "by the "
     "root of the mean squared gradient; decoupled decay shrinks all weights at the same relative rate.",
     r"\text{L2: } \propto \frac{\lambda x}{\sqrt{s}}, \quad \text{decoupled: } \eta \lambda x",
     "L2 regularization and weight decay are equivalent for Adam, as they are for SGD.",

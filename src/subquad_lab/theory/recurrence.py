@@ -1,7 +1,7 @@
 """Memory and gradients of recurrent networks.
 
-W is the recurrent matrix, s the activation with |s'| <= gamma, and T the number of steps. |.| of a matrix is its largest
-singular value.
+W is the recurrent matrix, s the activation with |s'| <= gamma, and T the number of steps. |.| of a matrix is its
+largest singular value.
 """
 
 import math
@@ -122,7 +122,7 @@ def gradients(w: Tensor, s: Activation, seed: int, steps: int) -> Tensor:
 
 
 def steepest_gradient(eigenvalue: float, s: Activation, width: int, seed: int, steps: int) -> float:
-    """Return |dh_T / dh_0| for W = sqrt(eigenvalue) times an orthogonal matrix, at the fixed point h = 0 with steepest s."""
+    """Return |dh_T / dh_0| for W = sqrt(eigenvalue) times an orthogonal matrix, at h = 0, where s is steepest."""
     w = math.sqrt(eigenvalue) * torch.linalg.qr(normal(1, width, width, seed=seed))[0]
     start = torch.zeros(1, width, dtype=torch.float64)
     b = -(w @ s(start)[..., None])[..., 0]
@@ -145,7 +145,8 @@ NETWORKS = 1000  # half of them for each activation
 
 
 @claim(
-    12, "The Jacobian of one step is W diag(s'(h)); if the largest eigenvalue of W^T W is at most delta^2 / gamma^2, the "
+    12, "The Jacobian of one step is W diag(s'(h)); if the largest eigenvalue of W^T W is at most delta^2 / gamma^2, "
+        "the "
     "norm of the gradient through T steps is at most delta^T, so it vanishes for delta < 1.",
     r"\frac{\partial h_t}{\partial h_{t-1}} = W \,\mathrm{diag}(s'(h_{t-1})), \quad \lambda_1(W^T W) \le "
     r"\frac{\delta^2}{\gamma^2} \Rightarrow \left|\frac{\partial h_T}{\partial h_0}\right| \le \delta^T",
@@ -169,12 +170,14 @@ def vanishing(setting: Setting) -> Finding:
               for name, found in steepest.items()),
         ],
         [
-            "|W diag(s')| <= |W| gamma, and |W|^2 is the largest eigenvalue of W^T W. Each step contributes a factor of at "
+            "|W diag(s')| <= |W| gamma, and |W|^2 is the largest eigenvalue of W^T W. Each step contributes a factor "
+            "of at "
             f"most delta, and T steps at most delta^T. Autograd through {steps} steps confirms the product to "
             f"{small(apart)}.",
             f"{NETWORKS:,} random networks of width {width}, half with tanh (gamma = 1) and half with sigmoid (gamma = "
             f"1/4), delta = 0.5 to 0.99: {violations} violations.",
-            "The bound is attained if W stretches all directions equally and the state stays at h = 0, where s is steepest.",
+            "The bound is attained if W stretches all directions equally and the state stays at h = 0, where s is "
+            "steepest.",
         ],
         lambda: gradient_picture(setting),
     )  # fmt: skip
@@ -200,7 +203,8 @@ def explosion_threshold(gamma: float) -> float:
 
 
 @claim(
-    13, "A gradient can explode only if the largest eigenvalue of W^T W is above 1 / gamma^2. This is necessary but not "
+    13, "A gradient can explode only if the largest eigenvalue of W^T W is above 1 / gamma^2. This is necessary but "
+        "not "
     "sufficient: the gradient of a saturated unit vanishes anyway.",
     r"\left|\frac{\partial h_T}{\partial h_0}\right| \to \infty \;\Rightarrow\; \lambda_1(W^T W) > \frac{1}{\gamma^2}",
     "A largest eigenvalue above the threshold is sufficient; or the threshold is 1 / gamma.",
@@ -226,9 +230,11 @@ def exploding(setting: Setting) -> Finding:
                     mistake=True),
         ],
         [
-            "If lambda_1 <= 1 / gamma^2, every factor is at most 1, and so is every product of them. An exploding gradient "
+            "If lambda_1 <= 1 / gamma^2, every factor is at most 1, and so is every product of them. An exploding "
+            "gradient "
             "therefore needs lambda_1 > 1 / gamma^2.",
-            f"The sigmoid has gamma = 1/4, so its threshold is {threshold:.0f}. At its steepest point, the gradient after "
+            f"The sigmoid has gamma = 1/4, so its threshold is {threshold:.0f}. At its steepest point, the gradient "
+            "after "
             f"{steps} steps is {below:.3f} at 0.99 times the threshold and {above:.3f} at 1.01 times.",
             "The converse is false: gamma is the largest slope of s, but a unit may operate where s is flat.",
             f"For tanh with lambda_1 = 2.25 and a bias of 3, s' is nearly 0 and the gradient is {saturated:.1g}.",
@@ -250,12 +256,13 @@ def unit_gradient(eigenvalue: float, bias: float, s: Activation, steps: int) -> 
 
 
 def even_wins(inputs: Tensor) -> Tensor:
-    """Return 1 if the inputs at positions 2, 4, ... have a larger sum than those at 1, 3, ..., 0.5 for a tie, else 0."""
+    """Return 1 if the inputs at even positions have a larger sum than those at odd positions, 0 if smaller, else 0.5."""
     return (torch.sign(inputs[..., 1::2].sum(-1) - inputs[..., 0::2].sum(-1)) + 1) / 2
 
 
 @claim(
-    14, "With h_t = x_t - h_{t-1}, h_0 = 0 and even T, y = sigmoid(1000 h_T) is 1 if the inputs at even positions have a "
+    14, "With h_t = x_t - h_{t-1}, h_0 = 0 and even T, y = sigmoid(1000 h_T) is 1 if the inputs at even positions "
+        "have a "
     "larger sum than those at odd positions, 0 if smaller, and 0.5 for a tie.",
     r"h_T = \sum_{t \text{ even}} x_t - \sum_{t \text{ odd}} x_t",
 )  # fmt: skip
@@ -275,7 +282,8 @@ def alternating(setting: Setting) -> Finding:
             "h_1 = x_1, h_2 = x_2 - x_1, h_3 = x_3 - x_2 + x_1: each step flips all signs and adds one input.",
             "After an even number of steps, even positions have a positive sign and odd positions a negative sign.",
             "In floating point, sigmoid(1000 h) is 1 for h >= 1 and 0 for h <= -1; at h = 0 it is 0.5.",
-            f"All {len(bits):,} sequences of {length} bits ({ties} of them ties) and 2,000 sequences of integers: {wrong} "
+            f"All {len(bits):,} sequences of {length} bits ({ties} of them ties) and 2,000 sequences of integers: "
+            f"{wrong} "
             "errors.",
         ],
     )  # fmt: skip
@@ -326,19 +334,22 @@ def language_model(setting: Setting) -> Finding:
     return Finding(
         [
             equal("matrices and vectors whose shape differs from the claim", len(claimed.items() ^ found.items()), 0),
-            *(at_most(f"d{of} by hand, relative deviation from autograd", error, ROUNDING) for of, error in apart.items()),
+            *(at_most(f"d{of} by hand, relative deviation from "
+                      "autograd", error, ROUNDING) for of, error in apart.items()),
             *(at_most(f"d{of} by autograd, relative deviation from finite differences", error, 1e-6)
               for of, error in measured.items()),
         ],
         [
             "The gradient of the cross-entropy with respect to the inputs of the softmax is d1 = y^ - y.",
             "h U + b2 gives dU = h^T d1, db2 = d1, and the gradient d1 U^T with respect to h.",
-            "The slope of the sigmoid is h (1 - h), so the gradient with respect to h' H + e I + b1 is d2 = (d1 U^T) h (1 - "
+            "The slope of the sigmoid is h (1 - h), so the gradient with respect to h' H + e I + b1 is d2 = (d1 U^T) "
+            "h (1 - "
             "h).",
             "Hence dI = e^T d2, dH = h'^T d2, db1 = d2, de = d2 I^T, dh' = d2 H^T.",
             f"Shapes for {words} words, embedding {embedding}, width {width}: "
             + ", ".join(f"{name} {'x'.join(map(str, shape))}" for name, shape in claimed.items()) + ".",
-            f"The gradients by hand deviate from autograd by at most {small(max(apart.values()))}, and those by autograd "
+            f"The gradients by hand deviate from autograd by at most {small(max(apart.values()))}, and those by "
+            "autograd "
             "from finite differences by at most 1e-06.",
         ],
     )  # fmt: skip
@@ -375,7 +386,9 @@ def perplexity_is_exponential(setting: Setting) -> Finding:
     task.model.double()
     found = task.evaluate("test", lambda: None)
     with torch.no_grad():  # The lab splits a text into streams for evaluation.
-        chances = task.model(text[:-1].view(EVALUATION_STREAMS, -1))[0].softmax(-1).flatten(0, 1).gather(1, text[1:, None])
+        chances = (
+            task.model(text[:-1].view(EVALUATION_STREAMS, -1))[0].softmax(-1).flatten(0, 1).gather(1, text[1:, None])
+        )
         for parameter in task.model.parameters():
             parameter.zero_()
     geometric, entropy = float(chances.prod()) ** (-1 / length), -float(chances.log().mean())
@@ -388,7 +401,8 @@ def perplexity_is_exponential(setting: Setting) -> Finding:
             equal(f"the lab's perplexity of a uniform model of {words} words", ignorant, words),
         ],
         [
-            "The logarithm of the geometric mean of p_1 ... p_T is the mean of log p_t; the cross-entropy is the negative "
+            "The logarithm of the geometric mean of p_1 ... p_T is the mean of log p_t; the cross-entropy is the "
+            "negative "
             "of that mean.",
             f"For a model of {words} words on a text of {length} words, the cross-entropy is {entropy:.4f} and its "
             f"exponential {perplexity(entropy):.4f}; the product of the probabilities gives {geometric:.4f}.",

@@ -4,8 +4,9 @@
                          state.json             everything else
                          SHA256SUMS             checksums of both, in the format of `sha256sum -c`
 
-A checkpoint is written to a hidden folder, synced to disk and renamed, so that after a crash it either exists completely
-or not at all. Numbers only increase, so no checkpoint is ever replaced; old ones are removed once the new one exists.
+A checkpoint is written to a hidden folder, synced to disk and renamed, so that after a crash it exists either
+completely or not at all. Numbers only increase, so no checkpoint is ever replaced; old ones are removed once the new
+one exists.
 """
 
 import hashlib

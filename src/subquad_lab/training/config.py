@@ -61,7 +61,9 @@ class Training:
         for name, least in minimum.items():
             value = getattr(self, name)
             if value is not None and value < least:
-                raise UsageError(f"{name}: expected {'a positive integer' if least else 'an integer >= 0'}, got {value}")
+                raise UsageError(
+                    f"{name}: expected {'a positive integer' if least else 'an integer >= 0'}, got {value}"
+                )
         for name in ("lr", "weight_decay"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise UsageError(f"{name}: expected a number >= 0, got {getattr(self, name)}")

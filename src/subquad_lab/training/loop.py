@@ -4,7 +4,8 @@
     at intervals, an evaluation and a checkpoint; resuming from it is bit-for-bit identical to an uninterrupted run
 
 A batch depends only on its position in the data, (epoch, index), so a run can resume at any step. The rows of a batch
-are divided among the processes and, within a process, among the gradient accumulation steps; neither changes the update.
+are divided among the processes and, within a process, among the gradient accumulation steps; neither changes the
+update.
 """
 
 import math
@@ -99,7 +100,8 @@ class Trainer:
         norm = self._clip()
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise Diverged(
-                f"step {progress.step + 1}: the loss is {loss} and the gradient norm is {norm}; the step was not applied, "
+                f"step {progress.step + 1}: the loss is {loss} and the gradient norm is {norm}; the step was not "
+                "applied, "
                 f"and the last checkpoint in {self.run.checkpoints} is kept. Try a smaller --lr in a new run."
             )
         lr = rate(self.settings, progress, self.total)

@@ -25,6 +25,4 @@ def agreed(value: Any) -> Any:
 def refuse_several(command: str) -> None:
     """Raise if a command that trains several runs was started by torchrun."""
     if processes().num_processes > 1:
-        raise UsageError(
-            f"{command}: expected one process, got {processes().num_processes}; start it without torchrun"
-        )
+        raise UsageError(f"{command}: expected one process, got {processes().num_processes}; start it without torchrun")

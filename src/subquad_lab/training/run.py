@@ -140,7 +140,7 @@ class Run:
             raise RunError(f"cannot write {self.folder / EVENTS}: {error.strerror}") from error
 
     def size(self) -> dict[str, int]:
-        """Return the sizes of the logs in bytes, to store in a checkpoint. Sync them first: they must be older than it."""
+        """Sync the logs to disk and return their sizes in bytes, to store in a checkpoint."""
         for name in (METRICS, TIMING):
             if (self.folder / name).exists():
                 with (self.folder / name).open("rb") as file:
@@ -152,7 +152,9 @@ class Run:
         for name in (METRICS, TIMING):
             path = self.folder / name
             if _size(path) < sizes[name]:
-                raise UsageError(f"{path}: expected at least {sizes[name]} bytes, got {_size(path)}: the file was truncated")
+                raise UsageError(
+                    f"{path}: expected at least {sizes[name]} bytes, got {_size(path)}: the file was truncated"
+                )
             if path.exists():
                 with path.open("r+b") as file:
                     file.truncate(sizes[name])

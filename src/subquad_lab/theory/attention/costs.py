@@ -44,8 +44,10 @@ def one_head_costs(setting: Setting) -> Finding:
             "The result has L rows, each a sum of L values of D numbers: again 2 L^2 D operations.",
             f"Counted over {len(sizes)} sizes, L = {sizes[0][0]} to {sizes[-1][0]} and D = {sizes[0][1]} to "
             f"{sizes[-1][1]}: {written(HEAD_TIME, 'LD', factors)} operations, within {small(of_time)}.",
-            "Scores and weights are L^2 numbers each and exist at the same time, together with L D numbers of the result.",
-            f"Measured: {written(HEAD_MEMORY, 'LD', parts)} numbers of 8 bytes, within {small(of_memory)}. (A fused kernel "
+            "Scores and weights are L^2 numbers each and exist at the same time, together with L D numbers of the "
+            "result.",
+            f"Measured: {written(HEAD_MEMORY, 'LD', parts)} numbers of 8 bytes, within {small(of_memory)}. (A fused "
+            "kernel "
             "needs the same number of operations but computes the scores block by block and never stores L^2 numbers.)",
         ],
     )  # fmt: skip
@@ -86,18 +88,21 @@ def heads_in_turn_cost(setting: Setting) -> Finding:
     return Finding(
         [
             at_most(f"counted FLOPs, relative deviation from {written(IN_TURN_TIME, 'Ldh', factors)}", of_time, 1e-6),
-            at_most(f"peak memory, relative deviation from {written(IN_TURN_MEMORY + LOWER, 'Ldh', parts)}", of_memory, 0.05),
+            at_most("peak memory, relative deviation from "
+                    f"{written(IN_TURN_MEMORY + LOWER, 'Ldh', parts)}", of_memory, 0.05),
             at_most(f"peak memory, relative deviation from a fit by {written(IN_TURN_MISTAKE + LOWER, 'Ldh')}",
                     of_mistake, 0.05, mistake=True),
         ],
         [
             "A head computes queries, keys and values, 3 products of 2 L d^2 operations, and attends in 4 L^2 d.",
             f"Counted for h = 1 to 8: {written(IN_TURN_TIME, 'Ldh', factors)} operations.",
-            "Its scores and weights, L^2 each, and its queries, keys and values, 3 L d, are needed only until its result "
+            "Its scores and weights, L^2 each, and its queries, keys and values, 3 L d, are needed only until its "
+            "result "
             "is computed.",
             "Each head then keeps its result, L d, and its three matrices, d^2 each.",
             f"Measured: {written(IN_TURN_MEMORY + LOWER, 'Ldh', parts)} numbers, within {small(of_memory)}.",
-            f"From 1 to 8 heads at L = {4 * base}, d = 8, the memory grows by a factor of {longest[3] / longest[0]:.2f}, "
+            f"From 1 to 8 heads at L = {4 * base}, d = 8, the memory grows by a factor of "
+            f"{longest[3] / longest[0]:.2f}, "
             f"not 8; a fit by h L^2 is off by up to {of_mistake:.0%}.",
         ],
     )  # fmt: skip
@@ -119,7 +124,8 @@ def softmax_work(length: int, heads: int) -> int:
 
 
 @claim(
-    3, "h heads of width d/h have the same number of parameters and FLOPs as one head of width d, except that the softmax "
+    3, "h heads of width d/h have the same number of parameters and FLOPs as one head of width d, except that the "
+       "softmax "
     "needs h times as many exponentials.",
     r"3 d^2 \;(+\, d^2 \text{ for the output}), \quad 4 L^2 d \;(+\, 8 L d^2) \text{ operations}, \quad h L^2 "
     r"\text{ exponentials}",

@@ -57,7 +57,8 @@ def series(x: Tensor, degree: int) -> Tensor:
 
 
 @claim(
-    4, "The truncated Maclaurin series of exp(q.k) is an inner product of features: all monomials, including cross terms, "
+    4, "The truncated Maclaurin series of exp(q.k) is an inner product of features: all monomials, including cross "
+       "terms, "
     "with weights 1 / sqrt(product of factorials of the exponents).",
     r"\phi(q) \cdot \phi(k) = \sum_{n \le K} \frac{(q \cdot k)^n}{n!}, \quad M = \binom{D + K}{K}, \quad "
     r"M = 1 + D + \frac{D (D + 1)}{2} \text{ for } K = 2",
@@ -99,12 +100,15 @@ def maclaurin(setting: Setting) -> Finding:
             "Each monomial of q times the same monomial of k therefore has the coefficient 1 / (k_1! ... k_D!).",
             f"Enumerated: {len(set(exponents)):,} monomials of degree up to {degree} in {width} variables; "
             f"C({width} + {degree}, {degree}) = {feature_count(width, degree):,}.",
-            "For degree 2 they are 1, the D variables, their D squares and the D (D - 1) / 2 products of two variables: "
+            "For degree 2 they are 1, the D variables, their D squares and the D (D - 1) / 2 products of two "
+            "variables: "
             f"{feature_count_of_degree_2(64):,} at width 64.",
             f"The features of the library agree with the series to {small(of_library)}.",
-            f"The diagonal map has {diagonal_count(width, degree)} features and drops every q_i k_i q_j k_j; its error is "
+            f"The diagonal map has {diagonal_count(width, degree)} features and drops every q_i k_i q_j k_j; its "
+            "error is "
             f"{of_diagonal:.1%}.",
-            f"The inequality (sum a)^2 <= sum a^2 would justify this, but for {width} ones it reads {width**2} <= {width}. "
+            f"The inequality (sum a)^2 <= sum a^2 would justify this, but for {width} ones it reads {width**2} <= "
+            f"{width}. "
             "Cauchy-Schwarz has a factor D: (sum a)^2 <= D sum a^2.",
         ],
         lambda: error_by_degree(setting),
@@ -155,8 +159,10 @@ def normalizer(setting: Setting) -> Finding:
     softmax = (q @ k.mT).softmax(-1) @ v
     return Finding(
         [
-            at_most("D^-1 A V, relative deviation from softmax attention", distance(normalized(exact, v), softmax), ROUNDING),
-            at_most("D^-1 A V with features, relative deviation from the library", distance(normalized(featured, v), own),
+            at_most("D^-1 A V, relative deviation from softmax "
+                    "attention", distance(normalized(exact, v), softmax), ROUNDING),
+            at_most("D^-1 A V with features, relative deviation from the "
+                    "library", distance(normalized(featured, v), own),
                     ROUNDING),
             at_most("row sums with features, deviation from 1", farthest(normalized(featured, ones), 1), ROUNDING),
             at_most("the same with the exact normalizer", farthest(crossed, 1), 0.01, mistake=True),
@@ -165,7 +171,8 @@ def normalizer(setting: Setting) -> Finding:
         [
             "Row i of the softmax is exp(q_i.k_j) / sum_j exp(q_i.k_j): row i of A divided by entry i of A 1.",
             f"For L = {length}, D = {width}, both agree to {small(distance(normalized(exact, v), softmax))}.",
-            "The weights of a series of degree 2 have other row sums. Divided by their own sums, rows sum to 1; divided by "
+            "The weights of a series of degree 2 have other row sums. Divided by their own sums, rows sum to 1; "
+            "divided by "
             f"the exact sums, rows sum to {float(crossed.min()):.3f} ... {float(crossed.max()):.3f}.",
             f"Multiplying rows by D instead of dividing gives a relative error of {distance(times, softmax):,.0f}.",
         ],
@@ -184,9 +191,11 @@ def linear_crossover(features: int, width: int) -> int:
 
 
 @claim(
-    6, "Evaluated from the right, phi(Q) (phi(K)^T V) costs O(L M D) and gives the same result; it needs fewer operations "
+    6, "Evaluated from the right, phi(Q) (phi(K)^T V) costs O(L M D) and gives the same result; it needs fewer "
+       "operations "
     "than exact attention only if L is above about M.",
-    r"\phi(Q) \left(\phi(K)^T V\right) = \left(\phi(Q) \phi(K)^T\right) V, \quad O(L M D) \text{ instead of } O(L^2 D), "
+    r"\phi(Q) \left(\phi(K)^T V\right) = \left(\phi(Q) \phi(K)^T\right) V, \quad O(L M D) \text{ instead of } O(L^2 "
+    r"D), "
     r"\quad L > M \left(1 + \frac{1}{D}\right)",
 )  # fmt: skip
 def reassociated(setting: Setting) -> Finding:
@@ -210,7 +219,8 @@ def reassociated(setting: Setting) -> Finding:
     return Finding(
         [
             at_most("linear form, relative deviation from the quadratic form", apart, ROUNDING),
-            at_most(f"counted FLOPs of the linear form, relative deviation from {written(REASSOCIATED, 'LMD', factors)}",
+            at_most("counted FLOPs of the linear form, relative deviation from "
+                    f"{written(REASSOCIATED, 'LMD', factors)}",
                     of_linear, 1e-6),
             at_most(f"counted FLOPs of the quadratic form, relative deviation from "
                     f"{written(AS_WRITTEN, 'LMD', its_factors)}", of_quadratic, 1e-6),
@@ -222,7 +232,8 @@ def reassociated(setting: Setting) -> Finding:
             "The product of three matrices does not depend on the order of evaluation; its cost does.",
             "From the left, the weights are L x L. A weight is a series in q.k, so the library computes it without "
             f"features. Counted: {written(AS_WRITTEN, 'LMD', its_factors)} operations.",
-            "From the right, phi(K)^T V is M x D, independent of L. It needs 2 L M D operations, the product with phi(Q) as "
+            "From the right, phi(K)^T V is M x D, independent of L. It needs 2 L M D operations, the product with "
+            "phi(Q) as "
             f"many again, and the normalizer is one more column. Counted: {written(REASSOCIATED, 'LMD', factors)}.",
             f"Both forms agree to {small(apart)} over {len(set(sizes))} shapes.",
             "Exact attention needs 4 L^2 D operations; 4 L M (D + 1) is less if L > M (1 + 1/D).",
@@ -361,14 +372,17 @@ def random_features(setting: Setting) -> Finding:
         [
             "E[exp(x.y)] = exp(|y|^2/2) for x ~ N(0, I). With y = q + k, |q+k|^2 = |q|^2 + |k|^2 + 2 q.k, so "
             "E[exp(x.q) exp(x.k)] exp(-|q|^2/2 - |k|^2/2) = exp(q.k).",
-            "The square of one estimate has the mean exp(2|q+k|^2 - |q|^2 - |k|^2) = exp(2 q.k + |q+k|^2). Subtracting the "
+            "The square of one estimate has the mean exp(2|q+k|^2 - |q|^2 - |k|^2) = exp(2 q.k + |q+k|^2). "
+            "Subtracting the "
             "squared mean, exp(2 q.k), and dividing by m gives the variance.",
             *lines,
             f"2 features have {few / many:.1f} times the variance of 32.",
-            f"Orthogonal draws are unbiased too. At |q+k| = 0.5, independent draws have {helped:.2f} times their squared "
+            f"Orthogonal draws are unbiased too. At |q+k| = 0.5, independent draws have {helped:.2f} times their "
+            "squared "
             "error.",
             "Trigonometric features are cosines of x.z, z = q - k. At width 4, the product of two of them has the mean "
-            "exp(-s) (1 - s + s^2/6) for orthogonal draws and exp(-2 s) for independent draws, s = |z|^2/2: smaller if z is "
+            "exp(-s) (1 - s + s^2/6) for orthogonal draws and exp(-2 s) for independent draws, s = |z|^2/2: smaller "
+            "if z is "
             "short, and larger if |z| is about 3.5. Compared to independent draws, orthogonal draws have "
             f"{1 / gains[1.0]:.2f} times the squared error at |q-k| = 1, and {1 / gains[3.5]:.3f} times at 3.5.",
         ],

@@ -39,7 +39,8 @@ def separable_rank(length: int, width: int) -> int:
 
 
 @claim(
-    7, "Separable attention applies softmax to the queries over the width and to the keys over the tokens. Its weight rows "
+    7, "Separable attention applies softmax to the queries over the width and to the keys over the tokens. Its weight "
+       "rows "
     "are distributions and it costs O(L D^2), but its weight matrix has rank at most D, not up to L.",
     r"W = \mathrm{softmax}_D(Q) \, \mathrm{softmax}_L(K)^T, \quad W \mathbf{1} = \mathbf{1}, \quad "
     r"\mathrm{rank}\, W \le D",
@@ -57,7 +58,8 @@ def separable(setting: Setting) -> Finding:
     of_time, factors = misfit(SEPARABLE_TIME, sizes, works)
     return Finding(
         [
-            at_most("weights of the library, relative deviation from the formula", distance(weights, by_hand), ROUNDING),
+            at_most("weights of the library, relative deviation from the "
+                    "formula", distance(weights, by_hand), ROUNDING),
             at_least("smallest weight", float(weights.min()), 0.0),
             at_most("row sums, deviation from 1", farthest(weights.sum(-1), 1), ROUNDING),
             at_most(f"counted FLOPs, relative deviation from {written(SEPARABLE_TIME, 'LD', factors)}", of_time, 1e-6),
@@ -66,10 +68,12 @@ def separable(setting: Setting) -> Finding:
         ],
         [
             "Each row of softmax(Q) sums to 1 over D; each column of softmax(K) sums to 1 over L.",
-            "A row of the product is thus a weighted mean of D distributions over the tokens, and a distribution itself.",
+            "A row of the product is thus a weighted mean of D distributions over the tokens, and a distribution "
+            "itself.",
             f"The smallest weight is {float(weights.min()):.1g}; row sums deviate from 1 by at most "
             f"{small(farthest(weights.sum(-1), 1))}.",
-            "Evaluated from the right, the product of keys and values has D x D numbers, independent of L. Counted for L = "
+            "Evaluated from the right, the product of keys and values has D x D numbers, independent of L. Counted "
+            "for L = "
             f"{LENGTHS[0]} to {LENGTHS[-1]:,}: {written(SEPARABLE_TIME, 'LD', factors)} operations.",
             "The product of an L x D and a D x L matrix has rank at most D.",
             f"Measured at L = {length}, D = {width}: rank {rank}; softmax attention with the same queries and keys has "
@@ -85,7 +89,8 @@ WITHOUT_LEFT: list[Term] = [(2, 1), (2, 0)]
 
 
 @claim(
-    9, "Without the exponential, Q (K^T V) costs O(L D^2) instead of O(L^2 D) for (Q K^T) V. About half of the weights are "
+    9, "Without the exponential, Q (K^T V) costs O(L D^2) instead of O(L^2 D) for (Q K^T) V. About half of the "
+       "weights are "
     "negative, so their sum can vanish and cannot serve as a normalizer.",
     r"Q (K^T V) = (Q K^T) V, \quad O(L D^2) \text{ instead of } O(L^2 D)",
 )  # fmt: skip
@@ -113,7 +118,8 @@ def without_exponential(setting: Setting) -> Finding:
             at_most("both orders of the library, relative deviation from Q (K^T V)", apart, ROUNDING),
             at_most(f"counted FLOPs from the right, relative deviation from {written(WITHOUT_RIGHT, 'LD', factors)}",
                     of_right, 1e-6),
-            at_most(f"counted FLOPs from the left, relative deviation from {written(WITHOUT_LEFT, 'LD', factors_of_left)}",
+            at_most("counted FLOPs from the left, relative deviation from "
+                    f"{written(WITHOUT_LEFT, 'LD', factors_of_left)}",
                     of_left, 1e-6),
             equal("fraction of negative weights", negative, 0.5, within=0.1),
             at_least("largest output / largest value, if divided by the sum of the weights", outside, 10.0),
@@ -126,7 +132,8 @@ def without_exponential(setting: Setting) -> Finding:
             "For inputs without a preferred direction, q.k is positive as often as negative: "
             f"{negative:.2%} of {length:,} x {length:,} weights are negative.",
             "The weights of a row therefore nearly cancel, and in some rows their sum nearly vanishes.",
-            f"Divided by this sum, an output is not a mean of values: the largest is {outside:,.0f} times the largest value.",
+            f"Divided by this sum, an output is not a mean of values: the largest is {outside:,.0f} times the largest "
+            "value.",
             f"exp(q.k) is positive, so nothing cancels: the largest output is {inside:.2f} times the largest value.",
         ],
     )  # fmt: skip
@@ -195,7 +202,8 @@ def copying(setting: Setting) -> Finding:
             "d and b are orthogonal, so |d + b|^2 = |d|^2 + |b|^2 = 2 B^2, and |x1| is 1.4142 at B = 1, not 2.",
             "x1 and x3 share d: x1.x3 = d.d = B^2, x1.x2 = 0 and x1.x1 = 2 B^2.",
             "Divided by exp(2 B^2), the weights of x1 are 1, exp(-2 B^2) and exp(-B^2).",
-            "x2.x2 = B^2, and x2 is orthogonal to the others, so its weights divided by exp(B^2) are 1 and twice exp(-B^2).",
+            "x2.x2 = B^2, and x2 is orthogonal to the others, so its weights divided by exp(B^2) are 1 and twice "
+            "exp(-B^2).",
             *lines,
             f"x1.x3 = 0 would give w11 = {without_shared:.4f} at B = 1.",
         ],
