@@ -8,9 +8,9 @@ def check_whole(name: str, value: object, least: int, most: float = inf, meaning
     """Raise ValueError unless `value` is an int, not a bool, in least..most."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         limits = f">= {least}" if most == inf else f"from {least} to {int(most):,}"
-        raise ValueError(f"{name}: expected a whole number {limits}{meaning}, got {value!r}")
+        raise ValueError(f"{name}: expected an integer {limits}{meaning}, got {value!r}")
     if value > most:
-        raise ValueError(f"{name}: expected a whole number up to {int(most):,}, got {value:,}")
+        raise ValueError(f"{name}: expected an integer up to {int(most):,}, got {value:,}")
 
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:

@@ -135,7 +135,7 @@ def test_small_logits_can_be_approximated_and_large_ones_only_by_blocks(kind, tm
     quiet, loud = make(kind, tmp_path / "quiet"), make(kind, tmp_path / "loud", loud=3000.0)
     assert main(["plan", "--model", str(quiet), "--text", str(text)]) == 0
     out, _ = capfd.readouterr()
-    assert "2 of 2 layers can take an approximation within 0.05; alone, 8 of 8 heads could." in out
+    assert "2 of 2 layers have an approximation within 0.05; considered separately, 8 of 8 heads do." in out
     assert len(re.findall(r" yes .* 4 of 4 +\S+x +\S+x +\S+x$", out, re.MULTILINE)) == 2
     assert "x at 64k." in out
     assert main(["plan", "--model", str(loud), "--text", str(text)]) == 0
@@ -169,12 +169,12 @@ def test_a_terminal_shows_a_bar_and_a_table(tmp_path, text, capfd, monkeypatch):
 
 def test_unfit_models_are_told(tmp_path, text, complaint):
     ask = lambda model: complaint(["plan", "--model", str(model), "--text", str(text)])
-    assert "--model: there is no folder" in ask(tmp_path / "no")
-    assert "--model: expected a folder that transformers saved, or a .gguf file" in ask(text)
+    assert "--model: no such folder" in ask(tmp_path / "no")
+    assert "--model: expected a folder saved by transformers or a .gguf file" in ask(text)
     (empty := tmp_path / "empty").mkdir()
     assert "cannot be loaded" in ask(empty)
     for kind in ("vit", "t5"):
-        assert f"a decoder or an encoder alone, got '{kind}'" in ask(make(kind, tmp_path / kind))
+        assert f"expected a decoder-only or encoder-only language model, got '{kind}'" in ask(make(kind, tmp_path / kind))
     (damaged := make("llama", tmp_path / "damaged") / "model.safetensors").write_bytes(b"no weights")
     assert "cannot be loaded" in ask(damaged.parent)
 
@@ -221,10 +221,10 @@ def test_unfit_texts_are_told(tmp_path, text, complaint):
 
 @pytest.mark.parametrize("option", ["--length=8", "--logit-range=1", "--sample=x", "--causal=false", "--training"])
 def test_options_of_a_shape_have_no_place_beside_a_model(option, text, complaint):
-    assert "--model: goes with" in complaint(["plan", "--model", "x", "--text", str(text), option])
+    assert "--model: expected no other options than" in complaint(["plan", "--model", "x", "--text", str(text), option])
 
 
 def test_missing_transformers_is_told(tmp_path, text, complaint, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     message = complaint(["plan", "--model", str(tmp_path), "--text", str(text)])
-    assert "transformers is missing; pip install 'subquad[pretrained]' brings it" in message
+    assert "transformers is not installed; install it with: pip install 'subquad[pretrained]'" in message

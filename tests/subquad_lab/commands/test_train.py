@@ -85,7 +85,7 @@ def test_a_finished_run_is_not_trained_again(trained, capfd):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["train"], "EXPERIMENT: expected an experiment, or --resume RUN, got neither"),
+        (["train"], "EXPERIMENT: expected an experiment or --resume RUN, got neither"),
         (["train", "chess"], "invalid choice: 'chess' (choose from 'language', 'images', 'graphs', 'speech')"),
         (["train", "language", "--lr", "fast"], "--lr: expected a number, got 'fast'"),
         (["train", "language", "--model", "gru"], "--model: expected one of 'rnn', 'lstm', 'transformer', got 'gru'"),
@@ -96,28 +96,28 @@ def test_a_finished_run_is_not_trained_again(trained, capfd):
             "--preset: expected one of attention, lstm, published, quick, rnn, sound, got 'best'",
         ),
         (["train", "language", "--config", "no.yaml"], "no.yaml: No such file or directory"),
-        (["train", "language", "--data", "nowhere"], "--data: there is no folder"),
-        (["train", "--resume", "nowhere"], "RUN: there is no folder nowhere"),
-        (["evaluate", "nowhere"], "RUN: there is no folder nowhere"),
-        (["sample", "nowhere"], "RUN: there is no folder nowhere"),
+        (["train", "language", "--data", "nowhere"], "--data: no such folder"),
+        (["train", "--resume", "nowhere"], "RUN: no such folder: nowhere"),
+        (["evaluate", "nowhere"], "RUN: no such folder: nowhere"),
+        (["sample", "nowhere"], "RUN: no such folder: nowhere"),
         (["sample", "nowhere", "--top-p", "2"], "--top-p: expected a number in (0, 1], got 2.0"),
         (["sample", "nowhere", "--temperature", "-1"], "--temperature: expected a number >= 0, got -1.0"),
-        (["report", "nowhere"], "RUN: there is no folder nowhere"),
+        (["report", "nowhere"], "RUN: no such folder: nowhere"),
         (["report", "--root", "nowhere"], "RUN: expected at least one run in nowhere, got none"),
         (["sweep", "language"], "--grid: expected --grid.FIELD A,B,C or --span.FIELD LOW,HIGH, got neither"),
-        (["sweep", "language", "--grid.rate", "1"], "--grid.rate: 'rate' is no field of language"),
+        (["sweep", "language", "--grid.rate", "1"], "--grid.rate: unknown field 'rate'; language has:"),
         (["sweep", "language", "--grid.lr", "1,x"], "--grid.lr: lr: expected a number, got 'x'"),
         (["sweep", "language", "--span.lr", "2,1"], "--span.lr: expected two numbers, the lower first, got [2, 1]"),
         (["compare", "language", "--model", "lstm"], "--model: compare trains all models and methods"),
         (
             ["sweep", "language", "--grid.lr", "1", "--span.lr", "1,2"],
-            "--span.lr: expected a field that",
+            "--span.lr: expected either --grid or --span",
         ),
         (["sample"], "the following arguments are required: RUN"),
         (["train", "language", "--width", "1000000"], "width: a model of width 1000000 needs"),
         (["train", "language", "--seed", "9" * 25], "seed: expected an integer in [0, 2^32)"),
         (["train", "language", "--method", "random:100000000000"], "method: random:100000000000 has 100,000,000,000"),
-        (["train", "language", "--data", "/dev/null"], "--data: /dev/null is a file, not a folder"),
+        (["train", "language", "--data", "/dev/null"], "--data: expected a folder, got the file /dev/null"),
         (["sample", "nowhere", "--seed", "9" * 25], "--seed: expected an integer >= 0"),
         (["compare"], "EXPERIMENT: expected an experiment, got none"),
     ],
@@ -129,7 +129,7 @@ def test_nonsense_is_told_in_one_line(arguments, message, complaint, tmp_path, m
 
 
 def test_a_folder_that_is_no_run_is_told(tmp_path, complaint):
-    assert f"RUN: {tmp_path} is not the folder of a run: it has no config.yaml" in complaint(
+    assert f"RUN: expected a run folder, got {tmp_path}, which has no config.yaml" in complaint(
         ["evaluate", str(tmp_path)]
     )
 

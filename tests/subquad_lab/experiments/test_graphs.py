@@ -128,7 +128,7 @@ def test_both_is_the_sum():
 
 def test_a_graph_whose_mask_would_not_fit_is_refused(monkeypatch):
     monkeypatch.setattr(graphs, "memory", lambda: 10_000)
-    with pytest.raises(UsageError, match=r"mask of 34 nodes with 1 heads needs 0 GiB; expected gcn or all"):
+    with pytest.raises(UsageError, match=r"over 34 nodes with 1 heads needs 0 GiB, .*; use gcn or all"):
         graphs.build(Config(mixer="neighbors"))
     graphs.build(Config(mixer="all"))
 
@@ -174,7 +174,7 @@ def test_a_network_that_would_not_fit_is_refused():
 
 
 def test_a_method_without_effect_is_told():
-    with pytest.warns(UserWarning, match="--method taylor:2 has no effect: it is of attention to all nodes"):
+    with pytest.warns(UserWarning, match="--method taylor:2 has no effect with --mixer gcn; use --mixer all or both"):
         graphs.build(Config(method="taylor:2"))
     found = variants(Config(method="taylor:2"))
     assert {name: config.method for name, config in found.items() if config.method != "linear:elu"} == {
@@ -207,7 +207,7 @@ def test_features_are_divided_by_their_sum_and_empty_rows_stay():
 def test_train_leaves_pictures_and_records_over_seeds(tmp_path, capfd):
     assert main(["train", "graphs", "--seeds=3", "--epochs=60", f"--out={tmp_path}"]) == 0
     shown = capfd.readouterr().out
-    assert "test, mean of 3 seeds +- 95 % interval: accuracy 0." in shown
+    assert "test, mean of 3 seeds +- 95 % confidence interval: accuracy 0." in shown
     folder = tmp_path / "graphs-001" / "seed-2"
     for name in ("confusion", "norms", "embedding", "curves"):
         assert b"<svg" in (folder / f"{name}.svg").read_bytes()
@@ -260,10 +260,10 @@ def test_the_variants_are_the_switches_and_attention():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (dict(batch=2), "batch: expected 1, the whole graph, got 2"),
+        (dict(batch=2), "batch: expected 1 .the whole graph., got 2"),
         (dict(width=0), "width: expected a positive integer, got 0"),
         (dict(heads=0), "heads: expected a positive integer, got 0"),
-        (dict(dropout=-0.1), "dropout: expected a number in [0, 1), got -0.1"),
+        (dict(dropout=-0.1), r"dropout: expected a number in \[0, 1\), got -0.1"),
         (dict(method="fast"), "fast"),
         (
             dict(mixer="all", method="random:1000000000"),

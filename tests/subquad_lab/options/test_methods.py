@@ -58,5 +58,5 @@ def test_wrong_spec_is_named(spec, message):
 def test_many_features_are_refused_and_a_wide_window_is_not():
     refuse_many_features("window:100000", 64)
     refuse_many_features("taylor:2", 64)
-    with pytest.raises(UsageError, match="taylor:4 has 814,385 features at width 64; expected at most 65,536"):
+    with pytest.raises(UsageError, match="expected at most 65,536 features, got 814,385 for taylor:4 at width 64"):
         refuse_many_features("taylor:4", 64)

@@ -255,7 +255,7 @@ def test_verify_prints_a_line_for_each_claim(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["21", "22", "14"]
     assert "[parameters, pool, 28 x 28, counted: 224,892 (= 224,892);" in lines[0]
-    assert "mistake: parameters with pooling by those with strides, 28 x 28: 1 (<= 0.999)" in lines[0]
+    assert "mistake: parameters with pooling / with strides, 28 x 28: 1 (<= 0.999)" in lines[0]
 
 
 def test_verify_as_json_with_pictures(capsys, tmp_path):
@@ -299,7 +299,7 @@ def test_a_claim_that_fails_is_an_exit_code(monkeypatch, capsys):
     [
         (["23"], "CLAIMS: expected attention, recurrence, optimizers, networks, or a number from 1 to 22, got '23'"),
         (["--seed", "-1"], "--seed: expected an integer from 0"),
-        (["14", "--plots", "/dev/null/x"], "--plots: cannot make /dev/null/x"),
+        (["14", "--plots", "/dev/null/x"], "--plots: cannot create /dev/null/x"),
     ],
 )
 def test_verify_says_what_is_wrong(options, message, capsys):

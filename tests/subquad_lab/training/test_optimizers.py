@@ -175,7 +175,7 @@ def test_sparse_gradients_are_refused_and_nothing_changes(name, said):
 
 @pytest.mark.parametrize("momentum", [1.0, 1.5, -0.1, float("nan")])
 def test_a_momentum_that_never_forgets_is_refused(momentum):
-    with pytest.raises(UsageError, match=f"momentum: expected a number in [0, 1), got {momentum}"):
+    with pytest.raises(UsageError, match=rf"momentum: expected a number in \[0, 1\), got {momentum}"):
         Training(optimizer="corrected", momentum=momentum)
 
 
