@@ -75,7 +75,7 @@ def test_results_are_written(quick, tmp_path, capfd):
         (["--methods", "softmax"], "--methods: expected one of 'exact', 'taylor', "),
         (["--methods", "taylor:two"], "--methods: expected an integer for degree in 'taylor:two', got 'two'"),
         (["--backward", "partly"], "--backward: expected true or false, got 'partly'"),
-        (["--lengths", "1" + 20 * "0"], "--lengths: exact at length 100,000,000,000,000,000,000 can take"),
+        (["--lengths", "1" + 20 * "0"], "--lengths: exact at length 100,000,000,000,000,000,000 can need"),
     ],
 )
 def test_nonsense_is_told_before_anything_is_measured(options, message, complaint, monkeypatch):

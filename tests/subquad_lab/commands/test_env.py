@@ -54,7 +54,7 @@ def test_json_has_the_same(capfd) -> None:
 
 def test_a_missing_calibration_is_not_made(capfd, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("SUBQUAD_CACHE", str(tmp_path / "cache"))
-    assert printed(capfd)["calibration"].startswith("none (the first plan measures")
+    assert printed(capfd)["calibration"].startswith("none (the first plan calibrates")
     assert not (tmp_path / "cache").exists()
 
 

@@ -137,7 +137,7 @@ def test_small_logits_can_be_approximated_and_large_ones_only_by_blocks(kind, tm
     out, _ = capfd.readouterr()
     assert "2 of 2 layers have an approximation within 0.05; considered separately, 8 of 8 heads do." in out
     assert len(re.findall(r" yes .* 4 of 4 +\S+x +\S+x +\S+x$", out, re.MULTILINE)) == 2
-    assert "x at 64k." in out
+    assert "x at 64k the speed of exact attention." in out
     assert main(["plan", "--model", str(loud), "--text", str(text)]) == 0
     out, _ = capfd.readouterr()
     assert not native.available() or out.count("Multipole(") >= 2
@@ -211,7 +211,7 @@ def test_unfit_texts_are_told(tmp_path, text, complaint):
     assert "--text: expected at least 400 tokens, got 300" in ask("--text", str(text), "--tokens", "400")
     assert "--tokens: expected a number from 64 to 512" in ask("--text", str(text), "--tokens", "513")
     assert "--tokens: expected a number from 64 to 512" in ask("--text", str(text), "--tokens", "10")
-    assert "cannot be read: No such file" in ask("--text", str(tmp_path / "no"))
+    assert "cannot read" in ask("--text", str(tmp_path / "no"))
     short.write_bytes(b"\xff\xfe\xff")
     assert "it is not UTF-8" in ask("--text", str(short))
     assert "--text FILE is missing" in ask()

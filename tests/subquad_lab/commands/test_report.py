@@ -112,9 +112,9 @@ def test_runs_of_one_name_in_two_folders_are_told_apart(trained, tmp_path):
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
-        ("run.json", "{}", "expected 'experiment'"),
+        ("run.json", "{}", "for 'experiment', got"),
         ("run.json", '{"experiment": "chess", "data": {}, "parameters": {"total": 1}, "versions": {}}', "'chess'"),
-        ("run.json", '{"experiment": "language", "data": [], "parameters": {}, "versions": {}}', "expected 'data'"),
+        ("run.json", '{"experiment": "language", "data": [], "parameters": {}, "versions": {}}', "for 'data', got"),
         ("run.json", '{"experiment": "language", "data": {}, "parameters": {}, "versions": {}}', "the total"),
         ("result.json", '{"test": [1], "valid": {}}', "expected metrics under 'test'"),
         ("metrics.jsonl", "[1]\n{}\n", "line 1 is not a valid record"),

@@ -70,7 +70,7 @@ def test_a_folder_may_grow_but_not_change(tmp_path, capfd):
     table.write_text(table.read_text().replace("number 1", "number one"))
     assert main(["synthesize", str(table), out]) == 2
     said = capfd.readouterr().err
-    assert "was made from other texts: T-1 says 'number 1', where 'number one' is wanted" in said
+    assert "was made from other texts: expected 'number one' for T-1, got 'number 1'" in said
     (tmp_path / "other" / "wavs").mkdir(parents=True)
     (tmp_path / "other" / "wavs" / "mine.wav").write_text("mine")
     assert main(["synthesize", str(table), str(tmp_path / "other")]) == 2
@@ -137,7 +137,7 @@ def test_lines_that_cannot_be_spoken_are_named_and_counted(tmp_path, capfd):
     table.write_text("a|One.|one\n\nno bars\na|two|two\nb|...|...\nc||\nd|two|two\n")
     assert main(["synthesize", str(table), str(tmp_path / "out"), "--voices", "en-us, en-gb-x-rp"]) == 0
     said = capfd.readouterr()
-    assert "2 clips, 4 left out" in said.out
+    assert "2 clips, 4 skipped" in said.out
     assert "texts.csv, line 3: is not id|text|normalized text" in said.err
     assert "texts.csv, line 4: duplicate id a" in said.err
     assert "b: nothing to pronounce in '...'" in said.err
@@ -145,7 +145,7 @@ def test_lines_that_cannot_be_spoken_are_named_and_counted(tmp_path, capfd):
     assert {path.name for path in (tmp_path / "out" / "wavs").iterdir()} == {"a.wav", "d.wav"}
     assert (tmp_path / "out" / "metadata.csv").read_text() == "a|One.|one\nd|two|two\n"
     assert main(["synthesize", str(table), str(tmp_path / "out"), "--voices", "en-us, en-gb-x-rp"]) == 0  # once more
-    assert "2 clips, 4 left out" in capfd.readouterr().out
+    assert "2 clips, 4 skipped" in capfd.readouterr().out
 
 
 def test_a_text_that_cannot_be_spoken_is_named_and_the_others_are(tmp_path, capfd, monkeypatch):

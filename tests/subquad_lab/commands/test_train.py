@@ -116,7 +116,7 @@ def test_a_finished_run_is_not_trained_again(trained, capfd):
         (["sample"], "the following arguments are required: RUN"),
         (["train", "language", "--width", "1000000"], "width: a model of width 1000000 needs"),
         (["train", "language", "--seed", "9" * 25], "seed: expected an integer in [0, 2^32)"),
-        (["train", "language", "--method", "random:100000000000"], "method: random:100000000000 has 100,000,000,000"),
+        (["train", "language", "--method", "random:100000000000"], "method: expected at most 65,536 features, got 100,000,000,000"),
         (["train", "language", "--data", "/dev/null"], "--data: expected a folder, got the file /dev/null"),
         (["sample", "nowhere", "--seed", "9" * 25], "--seed: expected an integer >= 0"),
         (["compare"], "EXPERIMENT: expected an experiment, got none"),
@@ -154,7 +154,7 @@ def test_a_damaged_run_is_named_and_the_others_are_listed(file, content, trained
         (["language", "--width", "0"], "--width: expected"),
         (["language", "--weight-decay", "-1"], "--weight-decay: expected a number >= 0, got -1.0"),
         (["speech", "--clips", "3"], "--clips: expected 24 to 10,000 spoken numbers, got 3"),
-        (["images", "--batch", "100000"], "--batch: expected at most the"),
+        (["images", "--batch", "100000"], "--batch: expected at most 1,079, the number of training images"),
     ],
 )
 def test_what_is_wrong_is_named_as_the_option_that_gives_it(options, message, complaint, tmp_path):

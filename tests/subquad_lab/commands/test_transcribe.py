@@ -76,7 +76,7 @@ def test_an_early_run_asks_its_data_what_clips_usually_have(speech_run, tmp_path
     for wrong in (7, {"loudness": 1.0}, usual | {"before": "2"}, usual | {"after": 10**12}):
         (speech_run / "run.json").write_text(json.dumps(about | {"data": about["data"] | {"usual": wrong}}))
         assert main(command) == 2
-        assert "run.json: expected numbers loudness, before, after, between" in capfd.readouterr().err
+        assert "run.json: expected the numbers loudness, before, after, between" in capfd.readouterr().err
 
 
 def test_transcribing_needs_no_training_data(speech_run, digits, tmp_path, capfd):

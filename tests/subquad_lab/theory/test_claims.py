@@ -298,7 +298,7 @@ def test_a_claim_that_fails_is_an_exit_code(monkeypatch, capsys):
     ("options", "message"),
     [
         (["23"], "CLAIMS: expected attention, recurrence, optimizers, networks, or a number from 1 to 22, got '23'"),
-        (["--seed", "-1"], "--seed: expected an integer from 0"),
+        (["--seed", "-1"], "--seed: expected an integer in [0, 2^32)"),
         (["14", "--plots", "/dev/null/x"], "--plots: cannot create /dev/null/x"),
     ],
 )
@@ -315,7 +315,7 @@ def test_the_page_is_current():
     tool = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tool)
     page = (ROOT / "docs" / "theory.md").read_text()
-    assert page == tool.page({number: finding(number) for number in NUMBERS}), "make docs writes it anew"
+    assert page == tool.page({number: finding(number) for number in NUMBERS}), "run: python tools/theory_page.py"
     assert "\n- The scores Q K^T are" in page, "lines of a quotation would run together"
     for picture in re.findall(r"\]\((theory/.*?\.svg)\)", page):
         assert (ROOT / "docs" / picture).read_bytes().startswith(b"<?xml")
