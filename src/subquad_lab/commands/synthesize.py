@@ -38,7 +38,7 @@ def run(metadata: str, out: str, voices: str, clips: int | None) -> None:
         raise UsageError(f"--clips: expected a positive integer, got {clips}")
     lines = transcripts(table)[:clips]
     wanted = [line for line in lines if line.text.strip()]
-    faults = [f"{line.name}: {line.fault or 'has no text'}" for line in lines if not line.text.strip()]
+    faults = [f"{line.name}: {line.fault or 'the text is empty'}" for line in lines if not line.text.strip()]
     if not wanted:
         why = faults[0] if faults else "expected id|text|normalized text"
         raise UsageError(f"METADATA: {table} has no usable line: {why}")

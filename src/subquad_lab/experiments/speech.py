@@ -102,7 +102,7 @@ class Config(Training):
             if not 0 <= getattr(self, name) < 1:
                 raise UsageError(f"{name}: expected a number in [0, 1), got {getattr(self, name)}")
         if self.width % self.heads or self.width % 2 or self.width < 4:
-            raise UsageError(f"width: expected an even multiple >= 4 of {self.heads} heads, got {self.width}")
+            raise UsageError(f"width: expected an even number >= 4 that --heads {self.heads} divides, got {self.width}")
         for method in (self.method, self.decoder_method):
             refuse_many_features(method, self.width // self.heads)
 

@@ -214,7 +214,7 @@ def test_unfit_texts_are_told(tmp_path, text, complaint):
     assert "cannot read" in ask("--text", str(tmp_path / "no"))
     short.write_bytes(b"\xff\xfe\xff")
     assert "it is not UTF-8" in ask("--text", str(short))
-    assert "--text FILE is missing" in ask()
+    assert "got no --text FILE" in ask()
     assert "--max-error: expected a positive number" in ask("--text", str(text), "--max-error", "0")
     assert "--model PATH is missing" in complaint(["plan", "--text", str(text)])
 

@@ -138,7 +138,7 @@ def test_lines_that_cannot_be_spoken_are_named_and_counted(tmp_path, capfd):
     assert main(["synthesize", str(table), str(tmp_path / "out"), "--voices", "en-us, en-gb-x-rp"]) == 0
     said = capfd.readouterr()
     assert "2 clips, 4 skipped" in said.out
-    assert "texts.csv, line 3: is not id|text|normalized text" in said.err
+    assert "texts.csv, line 3: expected id|text|normalized text" in said.err
     assert "texts.csv, line 4: duplicate id a" in said.err
     assert "b: nothing to pronounce in '...'" in said.err
     assert "c: the text is empty" in said.err

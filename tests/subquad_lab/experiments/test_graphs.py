@@ -267,7 +267,7 @@ def test_the_variants_are_the_switches_and_attention():
         (dict(method="fast"), "fast"),
         (
             dict(mixer="all", method="random:1000000000"),
-            "method: random:1000000000 has 1,000,000,000 features at width 16",
+            "method: expected at most 65,536 features, got 1,000,000,000 for random:1000000000 at width 16",
         ),
     ],
 )

@@ -112,7 +112,7 @@ def test_the_published_test_images_are_the_first_of_each_class(tmp_path):
     labels = draw.integers(4, size=(1200, 1)).astype(np.uint8)
     pictures = draw.integers(256, size=(1200, 12, 12)).astype(np.uint8)
     file = write_pictures(tmp_path / "octmnist.npz", classes=4, test_images=pictures, test_labels=labels)
-    with pytest.warns(UserWarning, match=r"octmnist.npz: MD5 \w+, expected c68d92"):
+    with pytest.warns(UserWarning, match=r"octmnist.npz: expected MD5 c68d92"):
         task = images.build(Config(data=str(file), published_test=True))
     kept = {i: np.flatnonzero(labels[:, 0] == i)[:count] for i, count in enumerate((182, 55, 42, 250))}
     rows = np.sort(np.concatenate(list(kept.values())))

@@ -324,8 +324,8 @@ def test_the_published_rates_go_by_epochs():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (dict(width=9), "width: expected an even multiple >= 4 of 2 heads, got 9"),
-        (dict(width=2), "width: expected an even multiple >= 4"),
+        (dict(width=9), "width: expected an even number >= 4 that --heads 2 divides, got 9"),
+        (dict(width=2), "width: expected an even number >= 4"),
         (dict(heads=3), "width: expected an even number"),
         (dict(schedule="epochs"), "warmup: expected no value with --schedule epochs, got 100"),
         (dict(schedule="epochs", warmup=0, steps=9), "steps: expected no value with --schedule epochs, got 9"),
@@ -343,7 +343,7 @@ def test_configs_that_cannot_be_are_refused(changes, message):
 
 
 def test_a_batch_larger_than_the_data_is_refused(digits):
-    with pytest.raises(UsageError, match="batch: expected at most the 30 training clips"):
+    with pytest.raises(UsageError, match="batch: expected at most 30, the number of training clips"):
         speech.build(Config(data=digits, clips=36, batch=31, **SMALL))
 
 
