@@ -216,7 +216,7 @@ def test_unfit_texts_are_told(tmp_path, text, complaint):
     assert "it is not UTF-8" in ask("--text", str(short))
     assert "got no --text FILE" in ask()
     assert "--max-error: expected a positive number" in ask("--text", str(text), "--max-error", "0")
-    assert "--model PATH is missing" in complaint(["plan", "--text", str(text)])
+    assert "got no --model PATH" in complaint(["plan", "--text", str(text)])
 
 
 @pytest.mark.parametrize("option", ["--length=8", "--logit-range=1", "--sample=x", "--causal=false", "--training"])
