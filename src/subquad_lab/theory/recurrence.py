@@ -256,7 +256,7 @@ def unit_gradient(eigenvalue: float, bias: float, s: Activation, steps: int) -> 
 
 
 def even_wins(inputs: Tensor) -> Tensor:
-    """Return 1 if the inputs at even positions have a larger sum than those at odd positions, 0 if smaller, else 0.5."""
+    """Return 1 if the inputs at even positions have the larger sum, 0 if those at odd positions do, 0.5 for a tie."""
     return (torch.sign(inputs[..., 1::2].sum(-1) - inputs[..., 0::2].sum(-1)) + 1) / 2
 
 

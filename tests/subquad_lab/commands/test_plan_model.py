@@ -174,7 +174,8 @@ def test_unfit_models_are_told(tmp_path, text, complaint):
     (empty := tmp_path / "empty").mkdir()
     assert "cannot be loaded" in ask(empty)
     for kind in ("vit", "t5"):
-        assert f"expected a decoder-only or encoder-only language model, got '{kind}'" in ask(make(kind, tmp_path / kind))
+        message = f"expected a decoder-only or encoder-only language model, got '{kind}'"
+        assert message in ask(make(kind, tmp_path / kind))
     (damaged := make("llama", tmp_path / "damaged") / "model.safetensors").write_bytes(b"no weights")
     assert "cannot be loaded" in ask(damaged.parent)
 

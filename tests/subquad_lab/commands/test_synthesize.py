@@ -112,7 +112,11 @@ def test_what_a_killed_process_has_begun_is_removed(tmp_path):
     [
         ("", [], "has no usable line: expected id|text|normalized text"),
         ("no bars\n", [], "has no usable line: texts.csv, line 1: expected id|text|normalized text"),
-        ("../evil|b\n", [], "line 1: expected an id of 1 to 200 letters, digits, underscores, dots or dashes, got '../evil'"),
+        (
+            "../evil|b\n",
+            [],
+            "line 1: expected an id of 1 to 200 letters, digits, underscores, dots or dashes, got '../evil'",
+        ),
         ("a 9|b\n", [], "dots or dashes, got 'a 9'"),
         (f"{'x' * 300}|b\n", [], f"got '{'x' * 40}... (300 characters)'"),
         ("a|b\n", ["--voices", "en-gb"], "no voice 'en-gb'; expected one of en, en-029, en-gb-scotland, en-gb-x-"),

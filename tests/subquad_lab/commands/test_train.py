@@ -116,7 +116,10 @@ def test_a_finished_run_is_not_trained_again(trained, capfd):
         (["sample"], "the following arguments are required: RUN"),
         (["train", "language", "--width", "1000000"], "width: a model of width 1000000 needs"),
         (["train", "language", "--seed", "9" * 25], "seed: expected an integer in [0, 2^32)"),
-        (["train", "language", "--method", "random:100000000000"], "method: expected at most 65,536 features, got 100,000,000,000"),
+        (
+            ["train", "language", "--method", "random:100000000000"],
+            "method: expected at most 65,536 features, got 100,000,000,000",
+        ),
         (["train", "language", "--data", "/dev/null"], "--data: expected a folder, got the file /dev/null"),
         (["sample", "nowhere", "--seed", "9" * 25], "--seed: expected an integer >= 0"),
         (["compare"], "EXPERIMENT: expected an experiment, got none"),

@@ -148,8 +148,9 @@ def test_what_cannot_be_used_is_left_out_named_and_counted(tmp_path):
     (folder / "metadata.csv").write_text("\n" + "\n".join(lines))
     with pytest.warns(UserWarning, match="skipped 10 of 20 clips of data: C00: .* no such file; .*; and 7 more"):
         found = load_speech(str(folder))
-    reasons = ["no such file", "is empty", "the file is truncated", "is silent", "not a valid audio file", "the text is empty", "line 8: expected id",
-               "line 9: expected an id", "is too loud", "line 12: duplicate id C10"]  # fmt: skip
+    reasons = ["no such file", "is empty", "the file is truncated", "is silent", "not a valid audio file",
+               "the text is empty", "line 8: expected id", "line 9: expected an id", "is too loud",
+               "line 12: duplicate id C10"]  # fmt: skip
     assert len(found.skipped) == 10
     assert all(reason in line for reason, line in zip(reasons, found.skipped, strict=True))
     assert found.train.names == [f"C{i:02}" for i in range(10, 15)]

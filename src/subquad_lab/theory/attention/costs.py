@@ -68,7 +68,8 @@ def heads_in_turn(x: Tensor, heads: int, seed: int) -> list[Tensor]:
 
 
 @claim(
-    2, "For h heads of full width d in sequence, the L^2 term of the memory does not grow with h, because the scores of "
+    2, "For h heads of full width d in sequence, the L^2 term of the memory does not grow with h, because the scores "
+       "of "
     "one head are freed before the next starts.",
     r"\text{time} = \Theta(h (L^2 d + L d^2)), \quad \text{memory} = \Theta(L^2 + h L d + h d^2)",
     "The memory grows as h L^2.",
