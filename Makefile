@@ -2,7 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-# A virtual machine can advertise AMX and not allow it; a bfloat16 product then dies with an illegal
+# A virtual machine can advertise AMX without allowing it; a bfloat16 product then crashes with an illegal
 # instruction. oneDNN reads this limit when torch is loaded, so it must be set before Python starts.
 test bench demo mutants theory sanitize: export ONEDNN_MAX_CPU_ISA = AVX512_CORE_BF16
 
@@ -16,27 +16,27 @@ KERNELS := $(wildcard src/subquad/native/src/*.cpp src/subquad/native/src/*.h)
 .PHONY: help demo test lint bench mutants docs theory wheel hub-kernel sanitize clean
 .DEFAULT_GOAL := help
 
-help: ## show this list
+help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-10s %s\n", $$1, $$2}' Makefile
 
-demo: .venv/installed ## run the whole lab in a few minutes: a plan, the theory, four small models, a report
+demo: .venv/installed ## run the whole lab in a few minutes: plan, theory, four small models, HTML report
 	@$(BIN)/subquad demo
 
-# Tests are small: two at a time with one thread each take half as long as one at a time with two threads.
+# The tests are small: two at a time with one thread each take half as long as one at a time with two threads.
 test: export OMP_NUM_THREADS = 1
-test: .venv/installed ## run every test
+test: .venv/installed ## run all tests
 	@$(BIN)/python -m pytest -n 2 --dist worksteal
 
-lint: .venv/installed ## ruff, mypy and clang-format
+lint: .venv/installed ## run ruff, mypy and clang-format
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/clang-format --dry-run -Werror src/subquad/native/src/*
 
-bench: .venv/installed-bench ## measure against torch and performer-pytorch, write benchmarks/results/
+bench: .venv/installed-bench ## benchmark against torch and performer-pytorch, and write benchmarks/results/
 	@$(BIN)/python benchmarks/attention.py
 
-mutants: .venv/installed ## break the library on purpose and count the breaks that the tests notice
+mutants: .venv/installed ## run mutation tests: count the deliberate bugs that the tests detect
 	@$(BIN)/python tools/mutants.py
 
 docs: .venv/installed ## build the documentation in site/; warnings are errors
@@ -47,16 +47,16 @@ theory: .venv/installed ## write docs/theory.md from the claims, and docs/speed.
 	@$(BIN)/python tools/theory_page.py
 	@$(BIN)/python tools/speed_figure.py
 
-wheel: .venv/installed ## build dist/subquad-*.whl, with the kernels, for Linux systems as new as this
+wheel: .venv/installed ## build a wheel with the kernels in dist/, for this and newer Linux systems
 	@$(BIN)/python tools/wheel.py
 
-hub-kernel: .venv/installed ## write dist/hub-kernel, which the Hugging Face kernels package loads
+hub-kernel: .venv/installed ## write dist/hub-kernel in the layout of the Hugging Face kernels package
 	@$(BIN)/python tools/hub_kernel.py
 
-sanitize: .venv/installed ## run the tests of the kernels under AddressSanitizer and UndefinedBehaviorSanitizer
+sanitize: .venv/installed ## run the kernel tests under AddressSanitizer and UndefinedBehaviorSanitizer
 	@$(BIN)/python tools/sanitize.py
 
-clean: ## remove what the other targets made
+clean: ## remove everything that the other targets create
 	rm -rf .venv build dist site src/*.egg-info src/subquad/native/_kernels* .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -64,7 +64,7 @@ clean: ## remove what the other targets made
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Subquad needs Python 3.11 or later: make PYTHON=...")'
 	@$(PYTHON) -m venv .venv
 
-# A stamp is written only after a whole installation, so that an interrupted one is done again.
+# The stamp file is written only after a complete installation, so that an interrupted one is repeated.
 .venv/installed: pyproject.toml constraints.txt setup.py $(KERNELS) | .venv/bin/python
 	@echo "Installing into .venv (a minute or two the first time) ..."
 	@$(PIP_INSTALL) -e '.[lab,speech,dev]'

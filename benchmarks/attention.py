@@ -1,10 +1,10 @@
-"""Subquad's methods against torch's own attention and performer-pytorch: time, memory, error, decoding.
+"""Benchmark Subquad's methods against torch's attention and performer-pytorch: time, memory, error, decoding.
 
     python benchmarks/attention.py [--lengths 256,1024,4096,16384] [--long]
 
-Attention is causal, in float32, on normal inputs. Times are taken in this process, the rivals in turn on the
-same tensors, and the best of several rounds counts: what else the machine does then hurts all of them alike.
-Memory and error come from a fresh process for each call. The results go to benchmarks/results/.
+Attention is causal, in float32, on normally distributed inputs. Methods are timed in turn in this process on the same
+tensors, and the best of several rounds counts, so that other load affects all of them equally. Memory and error are
+measured in a new process for each call. The results are written to benchmarks/results/.
 """
 
 import argparse
@@ -33,14 +33,14 @@ CASES = (
     (32, 16, ("taylor:2",)),
 )
 ROUNDS = 5
-SHORTEST, LONGEST = 2, 60  # seconds: rounds go on for the first at least, and none begins after the second
-PERFORMER_SECONDS, PERFORMER_GIB = 15, 10  # it is skipped where it would take more
+MIN_SECONDS, MAX_SECONDS = 2, 60  # minimum total time of the rounds, and time after which none starts
+PERFORMER_SECONDS, PERFORMER_GIB = 15, 10  # limits above which it is skipped
 CONTEXT, STEPS = 32_768, 32  # tokens before the decoding, and in it
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the results. `speed`: SDPA's time over this one's; `note`: why a figure is missing."""
+    """One line of the results. `speed` is SDPA's time divided by this time; `note` says why a value is missing."""
 
     heads: int
     width: int
@@ -55,7 +55,7 @@ class Row:
 
 
 def rival(name: str, width: int) -> Attend:
-    """The function that computes causal attention in the named way."""
+    """Return the function that computes causal attention with the named method."""
     if name == "sdpa":
         return lambda q, k, v: scaled_dot_product_attention(q, k, v, is_causal=True)
     if name == "performer-pytorch":
@@ -69,12 +69,12 @@ def rival(name: str, width: int) -> Attend:
 
 
 def memory_and_error_of(request: Request) -> tuple[int, float]:
-    """For a fresh process: functions do not travel between processes, their names do."""
+    """Measure in a new process, which receives the name of the method because functions cannot be pickled."""
     return memory_and_error(rival(request.method, request.width), request)
 
 
 def compare(case: Request, names: tuple[str, ...], earlier: dict[str, Row]) -> list[Row]:
-    """All methods at one shape and length. `earlier` holds their rows at the last length; updated here."""
+    """Measure all methods at one shape and length. `earlier` holds their previous rows and is updated."""
     task = "forward+backward" if case.backward else "forward"
     rows = {name: Row(case.heads, case.width, case.length, task, name) for name in ("sdpa", *names)}
     calls: dict[str, Callable[[], object]] = {}
@@ -86,20 +86,20 @@ def compare(case: Request, names: tuple[str, ...], earlier: dict[str, Row]) -> l
         try:
             with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as fresh:
                 peak, error = fresh.submit(memory_and_error_of, replace(case, method=name)).result()
-        except Exception as failure:  # whatever a rival dies of is its result; out of memory ends the process
+        except Exception as failure:  # A failure is a result too; running out of memory ends the process.
             rows[name] = replace(row, note=f"fails: {type(failure).__name__}: {failure}".splitlines()[0])
             continue
         rows[name] = replace(row, peak_bytes=peak, relative_error=error)
         attend = rival(name, case.width)
         calls[name] = lambda attend=attend: call(attend, inputs, case.backward)
-    best = in_turn(calls, ROUNDS, SHORTEST, LONGEST)
+    best = in_turn(calls, ROUNDS, MIN_SECONDS, MAX_SECONDS)
     for name, seconds in best.items():
         rows[name] = earlier[name] = replace(rows[name], seconds=seconds, speed=best["sdpa"] / seconds)
     return list(rows.values())
 
 
 def performer_is_too_much(last: Row | None, length: int) -> str:
-    """Why performer-pytorch is left out here, judged by its last row: it grows with the length."""
+    """Return why performer-pytorch is skipped, extrapolated from its previous row, or an empty string."""
     if last is None:
         return ""
     seconds = last.seconds * length / last.length
@@ -111,8 +111,10 @@ def performer_is_too_much(last: Row | None, length: int) -> str:
 
 @torch.no_grad()
 def decode(case: Request, names: tuple[str, ...]) -> list[Row]:
-    """One more token after CONTEXT tokens: SDPA over all the keys and values, ours from the state. Each decodes STEPS
-    tokens in its turn, as in use; the time is that of one."""
+    """Time one decoding step after CONTEXT tokens: SDPA over all keys and values, other methods from their state.
+
+    Each method decodes STEPS tokens in turn; the time is that of one token.
+    """
     q, k, v = normal_inputs(replace(case, length=CONTEXT + 1))
     before = [x[..., :-1, :] for x in (q, k, v)]
     token = [x[..., -1:, :].contiguous() for x in (q, k, v)]
@@ -128,7 +130,7 @@ def decode(case: Request, names: tuple[str, ...]) -> list[Row]:
         method = parse_method(name)
         _, state = subquad.attention(*before, is_causal=True, method=method, return_state=True)
         calls[name] = partial(steps, method, state)
-    best = in_turn(calls, ROUNDS, SHORTEST, LONGEST)
+    best = in_turn(calls, ROUNDS, MIN_SECONDS, MAX_SECONDS)
     return [
         Row(case.heads, case.width, CONTEXT, "decoding step", name, seconds / STEPS, best["sdpa"] / seconds)
         for name, seconds in best.items()
@@ -137,7 +139,9 @@ def decode(case: Request, names: tuple[str, ...]) -> list[Row]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Measure attention and write benchmarks/results/.")
-    parser.add_argument("--lengths", default="256,1024,4096,16384", help="with commas between (%(default)s)")
+    parser.add_argument(
+        "--lengths", default="256,1024,4096,16384", help="comma-separated lengths (default: %(default)s)"
+    )
     parser.add_argument("--long", action="store_true", help="add length 65536")
     options = parser.parse_args()
     lengths = [int(text) for text in options.lengths.split(",")] + [65_536] * options.long

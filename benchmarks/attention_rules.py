@@ -1,4 +1,4 @@
-"""The rules by which the benchmarks let a decoder attend: exact attention, Multipole, and others at equal work.
+"""The attention rules of the decoder benchmarks: exact attention, Multipole, and others at equal cost.
 
 Each takes the queries of the last n of m positions, so that one rule can process a context and another the tokens after
 it.

@@ -1,14 +1,15 @@
-"""Does `Auto` keep its promise, and what does it cost to ask? Many inputs, and the true error over all rows.
+"""Check whether `Auto` stays within its error budget, and what its choice costs, on many inputs.
 
     python benchmarks/auto.py [--inputs 250] [--activations FILE.safetensors] [--layers FILE.pt]
 
-Inputs are normal ones of scales 0.01 to 10, clustered ones, ones with outliers among queries, keys or values, those
-with a common mean, with values of little spread, and with rare rows that meet a loud key; also, from a file that
-benchmarks/pretrained.py --save writes, the activations of a trained encoder. Each is asked 8 times: causal and not, for
-four promises. Asking is not limited to a tenth of the call here: such short calls would all be exact.
+Inputs are normally distributed with scales 0.01 to 10, clustered, with outliers among queries, keys or values, with a
+common mean, with values of little spread, or with rare rows that match a large key; also the activations of a trained
+encoder, from a file written by benchmarks/pretrained.py --save. Each input is used 8 times: causal and not, with four
+error budgets. The error is computed over all rows. The cost of the choice is not limited to a tenth of the call here,
+because such short calls would then all be exact.
 
---layers reads the activations of a trained decoder, {layer: (query, key, value)} as torch.save writes it, and measures
-times: of exact attention, of attention by `Auto`, and by an `Auto` that remembers, in turns; and the error of each.
+--layers reads the activations of a trained decoder, {layer: (query, key, value)} as written by torch.save, and times
+exact attention, `Auto`, and `Auto(remember=True)` in turn, with the error of each.
 """
 
 import argparse
@@ -48,7 +49,7 @@ def normal(*shape: int, generator: torch.Generator) -> Tensor:
 
 
 def inputs(seed: int) -> tuple[str, Tensor, Tensor, Tensor]:
-    """One input, all of it drawn from the seed."""
+    """Draw one input from the seed."""
     generator = torch.Generator().manual_seed(seed)
 
     def pick(choices: tuple) -> object:
@@ -60,9 +61,9 @@ def inputs(seed: int) -> tuple[str, Tensor, Tensor, Tensor]:
     q, k, v = (normal(1, 2, n, d, generator=generator) for _ in range(3))
     q, k = q * scale**0.5, k * scale**0.5
     if kind == "clustered":
-        centres = normal(1, 2, 8, d, generator=generator) * (2 * scale) ** 0.5
+        centers = normal(1, 2, 8, d, generator=generator) * (2 * scale) ** 0.5
         for x, spread in ((q, 0.2), (k, 0.2)):
-            x.mul_(spread).add_(centres[:, :, torch.randint(8, (n,), generator=generator)])
+            x.mul_(spread).add_(centers[:, :, torch.randint(8, (n,), generator=generator)])
         v = v * 0.3 + normal(1, 2, 8, d, generator=generator)[:, :, torch.randint(8, (n,), generator=generator)]
     elif kind == "outliers":
         count = int(torch.randint(1, 6, (1,), generator=generator))
@@ -71,10 +72,10 @@ def inputs(seed: int) -> tuple[str, Tensor, Tensor, Tensor]:
     elif kind == "common mean":
         k = k + normal(1, 2, 1, d, generator=generator) * float(pick((0.5, 2.0, 8.0)))
         v = v + normal(1, 2, 1, d, generator=generator)
-    elif kind == "small spread":  # any average is near the mean; a vanishing normaliser is not
+    elif kind == "small spread":  # Any average is close to the mean, unless the normalizer vanishes.
         k, v = k + float(pick((0.5, 2.0, 8.0))), 10 + 0.1 * v
         q = q * float(pick((0.0, 0.1, 1.0))) + q[:, :, :1]
-    elif kind == "rare rows":  # all of one norm; one in a hundred meets the one loud key head on
+    elif kind == "rare rows":  # equal norms; one row in a hundred is parallel to the one large key
         loud = normalize(k[:, :, 5:6], dim=-1)
         q, k[:, :, 5:6] = 3 * normalize(q, dim=-1), float(pick((5.0, 20.0))) * loud
         q[:, :, 50::100] = 3 * loud
@@ -82,7 +83,7 @@ def inputs(seed: int) -> tuple[str, Tensor, Tensor, Tensor]:
 
 
 def activations(path: Path) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
-    """Layers of a trained encoder, whole and repeated, so that they are long enough for a choice."""
+    """Return layers of a trained encoder, whole and repeated, so that they are long enough for a choice."""
     from safetensors.torch import load_file
 
     tensors = load_file(path)
@@ -120,7 +121,7 @@ class Timing:
 
 @torch.no_grad()
 def timings(path: Path, lengths: list[int], turns: int) -> Iterator[Timing]:
-    """Times of one layer's causal attention, the best of several turns."""
+    """Time the causal attention of one layer; the best of several rounds counts."""
     layers = torch.load(path, mmap=True, weights_only=True)
     for layer, length in ((layer, n) for n in lengths for layer in layers):
         q, k, v = (x[:, :, :length].float().contiguous() for x in layers[layer])
@@ -142,7 +143,7 @@ def timings(path: Path, lengths: list[int], turns: int) -> Iterator[Timing]:
 
 def timing_report(found: list[Timing]) -> str:
     lines = [
-        "| layer | tokens | promise | choice | exact | auto | remembering | auto/exact | remembering/exact | error |",
+        "| layer | tokens | budget | choice | exact | auto | remembering | auto/exact | remembering/exact | error |",
         "|---|---:|---:|---|---:|---:|---:|---:|---:|---:|",
     ]
     for t in found:
@@ -154,19 +155,22 @@ def timing_report(found: list[Timing]) -> str:
     faster = sum(t.method != "Exact()" for t in found)
     worst = max((t.auto_ms / t.exact_ms for t in found if t.method == "Exact()"), default=math.nan)
     lines.append(
-        f"\nSomething faster was found in {faster} of {len(found)} calls. Where it ended exact, Auto took at most "
-        f"{worst:.2f} times as long as exact attention. Promises broken: {sum(t.error > t.promise for t in found)}."
+        f"\nA faster method was chosen in {faster} of {len(found)} calls. If the choice was exact, Auto took at most "
+        f"{worst:.2f} times as long as exact attention. Error budgets exceeded: "
+        f"{sum(t.error > t.promise for t in found)}."
     )
     return "\n".join(lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Check the promise of subquad.Auto, and time it.")
+    parser = argparse.ArgumentParser(description="Check the error budget of subquad.Auto, and time it.")
     parser.add_argument("--layers", type=Path, help="activations of a trained decoder, to time")
-    parser.add_argument("--lengths", default="8192,16384", help="tokens of them, with commas between (%(default)s)")
-    parser.add_argument("--turns", type=int, default=5, help="how often each call is timed (%(default)s)")
-    parser.add_argument("--inputs", type=int, default=250, help="how many drawn inputs (%(default)s)")
-    parser.add_argument("--activations", type=Path, help="a file of benchmarks/pretrained.py --save")
+    parser.add_argument(
+        "--lengths", default="8192,16384", help="comma-separated numbers of tokens to use (default: %(default)s)"
+    )
+    parser.add_argument("--turns", type=int, default=5, help="number of timings of each call (default: %(default)s)")
+    parser.add_argument("--inputs", type=int, default=250, help="number of random inputs (default: %(default)s)")
+    parser.add_argument("--activations", type=Path, help="file written by benchmarks/pretrained.py --save")
     options = parser.parse_args()
     timed: list[Timing] = []
     if options.layers:
@@ -188,7 +192,7 @@ def main() -> None:
 
 def report(found: list[Outcome]) -> str:
     lines = [
-        "| inputs | promise | calls | linear | broken | nearest to the promise | methods |",
+        "| inputs | budget | calls | approximated | violations | largest error / budget | methods |",
         "|---|---:|---:|---:|---:|---:|---|",
     ]
     kinds = sorted({o.kind for o in found})
@@ -202,7 +206,7 @@ def report(found: list[Outcome]) -> str:
             share = len(linear) / len(own)
             lines.append(f"| {kind} | {promise:g} | {len(own)} | {share:.1%} | {broken} | {worst:.2f} | {methods} |")
     broken = sum(not o.error <= o.promise for o in found)
-    lines.append(f"\n{len(found)} calls in all; the promise was broken in {broken} of them.")
+    lines.append(f"\n{len(found)} calls in total; the error budget was exceeded in {broken} of them.")
     return "\n".join(lines)
 
 

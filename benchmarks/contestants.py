@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 class Contestant(Protocol):
-    """An engine with a cache of its own."""
+    """An engine with its own cache."""
 
     name: str
 

@@ -1,11 +1,11 @@
-"""Predicted against measured peak memory: what `subquad.cost` says, and what a fresh process takes.
+"""Compare the peak memory predicted by `subquad.cost` with that of a new process.
 
     python benchmarks/cost.py
 
-Each call is measured twice, each time in a process of its own with one thread, as the rise of its high-water mark: with
-the C library's usual heap, and with a heap that returns every larger block to the system as it is freed, which shows
-what the call holds. Needs Linux and glibc. Exits with 1 if a prediction is off by more than 15 % on the usual heap. The
-table goes to benchmarks/results/.
+Each call is measured twice, each time in a new single-threaded process, as the increase of its peak resident memory:
+with the default heap of the C library, and with a heap that returns every larger block to the system when it is freed,
+which shows what the call holds. Needs Linux and glibc. Exits with 1 if a prediction is off by more than 15 % on the
+default heap. The table is written to benchmarks/results/.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from subquad_lab.options.methods import parse_method
 from subquad_lab.system.timing import peak_bytes
 
 LIMIT = 0.15
-RETURNED = {"MALLOC_MMAP_THRESHOLD_": "65536"}  # bytes from which on a block is the system's, not the heap's
+RETURNED = {"MALLOC_MMAP_THRESHOLD_": "65536"}  # bytes above which a block is not part of the heap
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Row:
-    """A case with its form, and bytes: predicted, held, and taken from the system by the usual heap."""
+    """A case with its form, and bytes: predicted, held, and taken from the system by the default heap."""
 
     case: Case
     form: str
@@ -68,7 +68,7 @@ CASES = [
     for is_causal in (True, False)
     for training in (False, True)
 ] + [
-    Case("exact", 2048, 4, 64, True, False, value_width=32),  # torch then makes the matrix of weights
+    Case("exact", 2048, 4, 64, True, False, value_width=32),  # torch then materializes the weights
     Case("exact", 2048, 4, 64, True, True, value_width=32),
     Case("taylor:2", 8192, 8, 32, True, True, value_width=64, key_heads=2),
     Case("random:256", 8192, 8, 64, True, False, value_width=32, key_heads=2),
@@ -87,7 +87,7 @@ def predict(case: Case) -> tuple[str, int]:
 
 
 def measured(case: Case, environment: dict[str, str]) -> int:
-    """The rise of the high-water mark of a fresh process."""
+    """Return the increase of the peak resident memory of a new process."""
     done = subprocess.run([sys.executable, __file__, "one"], input=json.dumps(asdict(case)), capture_output=True,
                           text=True, env=os.environ | {"OMP_NUM_THREADS": "1"} | environment)  # fmt: skip
     if done.returncode:
@@ -107,7 +107,7 @@ def measure_here(case: Case) -> int:
         output = attention(*tensors, is_causal=case.is_causal, enable_gqa=True, method=method)
         return output, torch.autograd.grad(output.sum(), tensors) if case.training else ()
 
-    call(inputs(16))  # Pays for what torch sets up once.
+    call(inputs(16))  # Exclude torch's one-time setup.
     tensors, results = inputs(case.length), []
     return peak_bytes(lambda: results.append(call(tensors)))
 
@@ -136,11 +136,12 @@ def page(date: str, rows: list[Row]) -> str:
         [
             f"# cost, {date}",
             machine(),
-            "Peak memory of one call above its inputs, the result included; float32, batch 1. Held: the rise of the "
-            "high-water mark of a fresh process whose heap returns what is freed. Heap: the same with the C "
-            "library's own settings, where gaps between blocks stay with the process.",
+            "Peak memory of one call in addition to its inputs, including the result; float32, batch 1. Held: the "
+            "increase of the peak resident memory of a new process whose heap returns freed blocks. Heap: the same "
+            "with "
+            "the default settings of the C library, where gaps between blocks stay with the process.",
             f"{len(rows)} calls: predicted over held {min(ratios):.2f} to {max(ratios):.2f}; "
-            f"over the usual heap {min(heap):.2f} to {max(heap):.2f}.",
+            f"over the default heap {min(heap):.2f} to {max(heap):.2f}.",
             table(rows),
         ]
     )

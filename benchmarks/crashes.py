@@ -1,11 +1,11 @@
-"""Kill a training run at random moments, again and again: is there always a checkpoint, and is the end the same?
+"""Kill a training run repeatedly at random moments, and check that it can always resume and ends identically.
 
     python benchmarks/crashes.py [--kills 200]
 
-A process that has everything loaded forks; its child trains, with a checkpoint after every step, and is killed by
-SIGKILL at a random moment, also while it loads, evaluates or writes. After each kill the newest checkpoint is read.
-After the last one the run goes on to its end; its parameters and log are compared, bit by bit, with those of a run that
-was never stopped.
+A process that has imported everything forks; the child trains with a checkpoint after every step and is killed by
+SIGKILL at a random moment, possibly while it loads, evaluates or writes. After each kill the latest checkpoint is read.
+After the last kill the run is resumed to its end, and its parameters and log are compared bit by bit with those of an
+uninterrupted run.
 """
 
 import argparse
@@ -27,8 +27,8 @@ from subquad_lab.training import checkpoint, seeds
 from subquad_lab.training.run import METRICS, Run
 from subquad_lab.training.snapshot import unpack
 
-LONGEST = 1.0  # seconds before a kill
-STEPS = 60  # of the run, for each kill
+MAX_SECONDS = 1.0  # before a kill
+STEPS = 60  # of the run, per kill
 
 
 def write_text(folder: Path) -> None:
@@ -49,7 +49,7 @@ def killed_after(seconds: float, root: Path, config: Config) -> None:
             os._exit(0)
     time.sleep(seconds)
     if os.waitpid(child, os.WNOHANG)[0]:
-        raise SystemExit("the run ended before all kills were made: it needs more steps")
+        raise SystemExit("the run finished before all kills; it needs more steps")
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
 
@@ -59,10 +59,10 @@ def train(root: Path, config: Config) -> Run:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Kill a training run again and again.")
+    parser = argparse.ArgumentParser(description="Kill a training run repeatedly and check that it resumes.")
     parser.add_argument("--kills", type=int, default=200)
     kills = parser.parse_args().kills
-    torch.set_num_threads(1)  # A child of fork has no other threads.
+    torch.set_num_threads(1)  # A forked process has no other threads.
     draw = random.Random(0)
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
@@ -73,17 +73,17 @@ def main() -> None:
         found: Counter[str] = Counter()
         steps = [0]
         for _ in track(range(kills), "killing"):
-            killed_after(draw.uniform(0, LONGEST), root, config)
+            killed_after(draw.uniform(0, MAX_SECONDS), root, config)
             folder = root / "killed"
             if not folder.is_dir() or not checkpoint.numbers(folder / "checkpoints"):
-                found["killed before the first step: begun anew"] += 1
+                found["killed before the first step: started over"] += 1
                 continue
             last = checkpoint.newest(folder / "checkpoints")
             assert last is not None
             steps.append(last.state["progress"]["step"])
-            found["a whole checkpoint"] += 1
+            found["an intact checkpoint"] += 1
             hidden = [path for path in (folder / "checkpoints").iterdir() if path.name.startswith(".")]
-            found["of these, killed while one was written or removed"] += bool(hidden)
+            found["of these, killed while a checkpoint was written or removed"] += bool(hidden)
             assert steps[-1] >= steps[-2], "a checkpoint was lost"
         run = train(root, config)
         same_log = (run.folder / METRICS).read_bytes() == (whole.folder / METRICS).read_bytes()
@@ -95,7 +95,7 @@ def main() -> None:
     verdict = {True: "equal", False: "NOT equal"}
     page.append(f"Step of the last kill: {steps[-1]:,} of {STEPS * kills:,}.")
     page.append(
-        f"At the end, to the bit, against a run that was never stopped: parameters {verdict[same_weights]}, log "
+        f"Bit-for-bit comparison with an uninterrupted run: parameters {verdict[same_weights]}, log "
         f"{verdict[same_log]}."
     )
     write_page("crashes", "\n\n".join(page) + "\n", rows)

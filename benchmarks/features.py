@@ -1,8 +1,8 @@
-"""The error of random features: independent against orthogonal draws, against what is predicted for independent ones.
+"""Compare the error of independent and orthogonal random features with the prediction for independent ones.
 
     python benchmarks/features.py
 
-The relative error of the estimate of exp(q.k), the root of its mean square over many draws, at several |q+k|.
+The error is the relative RMS error of the estimate of exp(q.k) over many draws, at several |q+k|.
 """
 
 import argparse
@@ -18,7 +18,7 @@ DRAWS, COUNT, WIDTH = 2000, 64, 16
 
 
 def measured(kind: str, orthogonal: bool, q: torch.Tensor, k: torch.Tensor) -> float:
-    """Each draw with a seed of its own."""
+    """Return the errors of several draws, each with its own seed."""
     total, exact = 0.0, math.exp(float(q @ k.mT))
     for seed in range(DRAWS):
         (a, log_a), (b, log_b) = (RandomFeatures(COUNT, kind, orthogonal, seed)(x) for x in (q, k))

@@ -1,8 +1,8 @@
-"""What self-loops and normalisation do to a graph network, and attention in the place of both, on a citation graph.
+"""Compare self-loops, normalization and attention in a graph network on a citation graph.
 
     python benchmarks/graphs.py --data FOLDER [--out runs/benchmark] [--seeds 10]
 
-Runs that are finished are read, and those that were stopped go on.
+Finished runs are read, and interrupted runs are resumed.
 """
 
 import argparse
@@ -21,7 +21,7 @@ PICTURES = {"norms": "norms of the features after k propagations", "embedding": 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Graph networks on a citation graph.")
-    parser.add_argument("--data", required=True, help="folder with Planetoid's files, or an npz file")
+    parser.add_argument("--data", required=True, help="folder with Planetoid files, or an npz file")
     parser.add_argument("--out", type=Path, default=Path("runs/benchmark"))
     parser.add_argument("--seeds", type=int, default=10)
     options = parser.parse_args()

@@ -1,9 +1,9 @@
-"""Pooling against strides on real pictures: the sweep of rates, five seeds of each, and Fashion-MNIST.
+"""Compare pooling and strides on real images: a sweep of learning rates, five seeds of each, and Fashion-MNIST.
 
     python benchmarks/images.py --medmnist pneumoniamnist.npz --fashion FOLDER [--out runs/benchmark]
 
-Rates and Fashion-MNIST are the published recipe (`--preset published`), the comparison is the sound one. Runs that are
-finished are read, and those that were stopped go on.
+The sweep and Fashion-MNIST use the published recipe (`--preset published`), the comparison uses `--preset sound`.
+Finished runs are read, and interrupted runs are resumed.
 """
 
 import argparse
@@ -38,7 +38,7 @@ def line(name: str, series: Series) -> str:
 
 
 def rates(data: str, name: str, out: Path) -> tuple[list[str], list[Series]]:
-    """The published recipe at each rate: a table, and a picture with a line for each."""
+    """Train the published recipe at each learning rate; return a table and a plot."""
     base = replace(config_from(images.EXPERIMENT, read(presets("images")["published"]), "published"), data=data)
     made = {f"rate {rate:g}": train(images.EXPERIMENT, replace(base, lr=rate), out / f"{name}-lr-{rate:g}")
             for rate in RATES}  # fmt: skip
@@ -46,8 +46,8 @@ def rates(data: str, name: str, out: Path) -> tuple[list[str], list[Series]]:
     (FOLDER / picture).write_bytes(compared({rate: series.runs for rate, series in made.items()}, images.EXPERIMENT))
     sizes = next(iter(made.values())).runs[0].about()["data"]["sizes"]
     page = [
-        f"## {name}: the published recipe at three rates",
-        f"`subquad sweep images --preset published --grid.lr 0.1,0.01,0.001`, pictures {sizes}, seed 42, last weights.",
+        f"## {name}: the published recipe at three learning rates",
+        f"`subquad sweep images --preset published --grid.lr 0.1,0.01,0.001`, images {sizes}, seed 42, last weights.",
         f"![training loss and validation accuracy]({picture})",
         "\n".join([FIGURES.format("rate"), RULE, *(line(rate, series) for rate, series in made.items())]),
     ]
@@ -55,15 +55,15 @@ def rates(data: str, name: str, out: Path) -> tuple[list[str], list[Series]]:
 
 
 def downsampling(data: str, name: str, out: Path) -> tuple[list[str], list[Series]]:
-    """Pool against stride, the sound recipe, five seeds."""
+    """Compare pooling and strides with five seeds."""
     measure = images.EXPERIMENT.measure
     found = images.variants(images.Config(data=data, seeds=SEEDS))
     made = {how: train(images.EXPERIMENT, config, out / f"{name}-{how}") for how, config in found.items()}
     picture = f"images_{name}_downsampling_{today()}.svg"
     (FOLDER / picture).write_bytes(compared({how: series.runs for how, series in made.items()}, images.EXPERIMENT))
     page = [
-        f"## {name}: pooling against strides, {SEEDS} seeds",
-        f"`subquad compare images --seeds {SEEDS}`: best validation weights, 95 % intervals over seeds.",
+        f"## {name}: pooling and strides, {SEEDS} seeds",
+        f"`subquad compare images --seeds {SEEDS}`: best weights by validation, 95 % confidence intervals over seeds.",
         f"![training loss and validation accuracy]({picture})",
         "\n".join([FIGURES.format("halved by"), RULE, *(line(how, series) for how, series in made.items())]),
         "\n".join(f"- {line}" for line in verdicts(made, measure, differences(made, measure))),
@@ -72,12 +72,12 @@ def downsampling(data: str, name: str, out: Path) -> tuple[list[str], list[Serie
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Pooling against strides on real pictures.")
+    parser = argparse.ArgumentParser(description="Compare pooling and strides on real images.")
     parser.add_argument("--medmnist", help="a MedMNIST npz file")
     parser.add_argument("--fashion", help="folder with Fashion-MNIST's *-ubyte files")
     parser.add_argument("--out", type=Path, default=Path("runs/benchmark"))
     options = parser.parse_args()
-    page, records = [f"# Pooling against strides, {today()}", machine()], list[dict[str, Any]]()
+    page, records = [f"# Pooling and strides, {today()}", machine()], list[dict[str, Any]]()
     parts = []
     if options.medmnist:
         name = Path(options.medmnist).stem

@@ -1,10 +1,10 @@
-"""The word language model on the Penn Treebank: recurrent models trained well, and attention methods at equal budget.
+"""Word language models on the Penn Treebank: recurrent models, and attention methods at equal budget.
 
     python benchmarks/language.py --data PTB [--out runs/benchmark] [--parts rnn,lstm,attention,speed] [--seeds 2]
 
-Each part is a set of runs as `subquad train language --preset ...` makes them; those that are finished are read, and
-those that were stopped go on. `speed` measures words per second at context 4,096. Recurrent models and attention
-have a page each, which shows all of its runs that are there.
+Each part is a set of runs of `subquad train language --preset ...`. Finished runs are read, and interrupted runs are
+resumed. `speed` measures words per second at context 4,096. Recurrent models and attention have a page each, which
+shows all finished runs.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from subquad_lab.training import seeds, snapshot
 from subquad_lab.training.run import ABOUT, RESULT, Run
 
 PROMPT, SENTENCES = "in palo alto", 5
-LONG = 4096  # words of context for the speed
+SPEED_CONTEXT = 4096  # words
 COLUMNS = "| run | command | parameters | epochs | threads | training | words/s | validation | test |"
 RULE = "|---|---|---:|---:|---:|---:|---:|---:|---:|"
 PAGES = (
@@ -40,7 +40,7 @@ def preset(name: str, data: str) -> Config:
 
 
 def planned(parts: list[str], data: str, seeds: int) -> dict[str, tuple[str, Config]]:
-    """Names of runs, with the command that makes each."""
+    """Return the names of runs, with the options of each."""
     found = {}
     for part in ("rnn", "lstm"):
         if part in parts:
@@ -69,10 +69,10 @@ def line(name: str, options: str, run: Run) -> str:
 
 
 def speeds(data: str) -> dict[str, tuple[float, float]]:
-    """Words per second at a long context: training, and reading alone."""
+    """Return words per second at a long context, in training and in inference."""
     found = {}
     for method in METHODS:
-        config = replace(preset("attention", data), method=method, context=LONG, batch=1)
+        config = replace(preset("attention", data), method=method, context=SPEED_CONTEXT, batch=1)
         snapshot.seed_all(0)
         task = language.build(config)
         rows = task.batch(0, 0)
@@ -84,7 +84,7 @@ def speeds(data: str) -> dict[str, tuple[float, float]]:
             with torch.no_grad():
                 task.model(rows[0], None)
 
-        found[method] = LONG / best_seconds(step, 3, 5.0), LONG / best_seconds(read_only, 3, 3.0)
+        found[method] = SPEED_CONTEXT / best_seconds(step, 3, 5.0), SPEED_CONTEXT / best_seconds(read_only, 3, 3.0)
         print(method, found[method], flush=True)
     return found
 
@@ -92,7 +92,7 @@ def speeds(data: str) -> dict[str, tuple[float, float]]:
 def write(
     title: str, name: str, known: dict[str, tuple[str, Config]], options: argparse.Namespace, speed: bool
 ) -> None:
-    """A page of all the runs among `known` that are finished."""
+    """Return a page about all finished runs in `known`."""
     done = {run: Run(options.out / run) for run in known if (options.out / run / RESULT).is_file()}
     page = [f"# {title} on the Penn Treebank, {today()}", machine()]
     results = {run: done[run].read_json(RESULT) for run in done}
@@ -101,8 +101,8 @@ def write(
         page.append("\n".join([COLUMNS, RULE, *(line(run, known[run][0], done[run]) for run in done)]))
     if speed:
         rows = [f"| {method} | {a:,.0f} | {b:,.0f} |" for method, (a, b) in speeds(options.data).items()]
-        page.append(f"## Words per second at context {LONG:,}")
-        page.append("\n".join(["| method | training | reading |", "|---|---:|---:|", *rows]))
+        page.append(f"## Words per second at context {SPEED_CONTEXT:,}")
+        page.append("\n".join(["| method | training | inference |", "|---|---:|---:|", *rows]))
     if done:
         best = min(done, key=lambda run: results[run]["test"]["perplexity"])
         task = trained(done[best].folder)[1]
@@ -115,7 +115,7 @@ def write(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="The word language model on the Penn Treebank.")
+    parser = argparse.ArgumentParser(description="Word language models on the Penn Treebank.")
     parser.add_argument("--data", required=True, help="folder with ptb.{train,valid,test}.txt")
     parser.add_argument("--out", type=Path, default=Path("runs/benchmark"))
     parser.add_argument("--parts", default="rnn,lstm,attention,speed")

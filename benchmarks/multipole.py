@@ -1,11 +1,11 @@
-"""Multipole on what a trained decoder's layers really get: time and memory against SDPA, and error against work.
+"""Benchmark Multipole on activations of a trained decoder: time and memory compared to SDPA, and error by cost.
 
     python benchmarks/multipole.py [--longest N] [--quick]
 
-Queries, keys and values come from some layers of SmolLM2 (`decoder.py`), which read texts of 8,192 tokens, its longest;
-what is longer is several of them, one after another. Causal, float32, all threads.
+Queries, keys and values come from some layers of SmolLM2 (`decoder.py`) on texts of 8,192 tokens, its maximum; longer
+inputs concatenate several of them. Causal, float32, all threads.
 
-    share    keys and pseudo-keys that a query meets, of those that exact attention meets
+    share    keys and pseudo-keys that a query reads, as a fraction of those that exact attention reads
     error    |out - exact| / |exact| over sampled rows of all heads
 
 Axes: h heads, n tokens, d width.
@@ -44,7 +44,7 @@ Inputs = tuple[Tensor, Tensor, Tensor]  # (1, 9, n, d), (1, 3, n, d), (1, 3, n, 
 
 @dataclass(frozen=True)
 class Speed:
-    """Mean over the layers, geometric for the factors; bytes above the inputs."""
+    """Means over the layers, geometric for the factors; bytes in addition to the inputs."""
 
     length: int
     sdpa_ms: float
@@ -56,7 +56,7 @@ class Speed:
 
 @dataclass(frozen=True)
 class Step:
-    """One token after a context of this length."""
+    """One decoding step after a context of this length."""
 
     length: int
     sdpa_us: float
@@ -74,9 +74,9 @@ class Setting:
 
 
 def captured(longest: int) -> dict[int, Inputs]:
-    """Of each layer, `longest` tokens."""
+    """Return `longest` tokens of each layer."""
     model, tokenizer = load()
-    model.model.layers = model.model.layers[: max(LAYERS) + 1]  # What comes after them is not looked at.
+    model.model.layers = model.model.layers[: max(LAYERS) + 1]  # Later layers are not used.
     tokens = corpus(tokenizer, longest)
     pieces = []
     for number, piece in enumerate(tokens.split(PIECE, 1)):
@@ -109,7 +109,7 @@ with torch.no_grad():
 
 
 def memory(length: int) -> int:
-    """Bytes above the inputs, in a process that has touched no other memory."""
+    """Return the peak bytes in addition to the inputs, in a new process."""
     command = [sys.executable, "-c", MEMORY, str(length)]
     return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
@@ -172,13 +172,13 @@ def drawn(settings: Sequence[Setting]) -> bytes:
     pairs = zip(SETTINGS, settings, strict=True)
     tops = sorted((x.share, x.error) for method, x in pairs if replace(method, top=Multipole().top) == Multipole())
     axes.plot(*zip(*tops, strict=True), "-", color="0.6", label="more blocks read")
-    axes.set(xlabel="share of the work of exact attention", ylabel="relative error", ylim=(0, None), xlim=(0, None))
+    axes.set(xlabel="share of the cost of exact attention", ylabel="relative error", ylim=(0, None), xlim=(0, None))
     axes.legend()
     return svg(figure)
 
 
 def cells(rows: Sequence[Any]) -> str:
-    """A Markdown table with a column for each field."""
+    """Return a Markdown table with a column for each field."""
     names = [field.name for field in fields(rows[0])]
     lines = [[name.replace("_", " ") for name in names], ["---:"] * len(names)]
     for row in rows:
@@ -202,13 +202,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         f"# multipole, {results.today()}",
         f"{results.machine()}, {subquad.native.status()}",
         f"{Multipole()} on layers {', '.join(map(str, LAYERS))} of SmolLM2-135M (9 heads of width 64, 3 key heads), "
-        "causal, float32; time is the best of several in turn, and a mean over the layers.",
-        "## Against SDPA", cells(speeds), "## One more token", cells(steps),
+        "causal, float32; times are the best of several rounds, averaged over the layers.",
+        "## Compared to SDPA", cells(speeds), "## One more token", cells(steps),
     ]  # fmt: skip
     if settings:
         name = f"multipole_{results.today()}.svg"
         (results.FOLDER / name).write_bytes(drawn(settings))
-        parts += [f"## Error against work, {CURVE:,} tokens", f"![error against work]({name})", cells(settings)]
+        parts += [f"## Error by cost, {CURVE:,} tokens", f"![error by cost]({name})", cells(settings)]
     rows = [{"table": type(x).__name__, **asdict(x)} for x in (*speeds, *steps, *settings)]
     results.write_page("multipole", "\n\n".join(parts) + "\n", rows)
 

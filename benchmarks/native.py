@@ -1,10 +1,10 @@
-"""The native kernels against the machine's limit, against SDPA, and one thread against two.
+"""Benchmark the native kernels against the machine's limit, against SDPA, and one thread against two.
 
     python benchmarks/native.py [--quick]
 
-The limit is torch.mm of 1024 x 1024 numbers in the same round. Useful work is that of the products with features alone:
-4 M Dv per token and head forward, 12 M Dv forward and backward, M features and values of width Dv; with random features
-also their projections. Rivals are called in turn on the same tensors, and the best of several rounds counts.
+The limit is torch.mm of 1024 x 1024 matrices in the same round. Useful FLOPs are those of the products with features: 4
+M Dv per token and head forward, 12 M Dv forward and backward, with M features and values of width Dv; for random
+features also the projections. Methods are called in turn on the same tensors, and the best of several rounds counts.
 """
 
 import argparse
@@ -96,7 +96,7 @@ def against_sdpa(heads: int, width: int, rounds: float, longest: int) -> list[di
         tensors = inputs(heads, length, width, width)
         calls = {"SDPA": partial(forward, sdpa, tensors)}
         calls |= {name: partial(forward, by(method), tensors) for name, method in RIVALS.items()}
-        long = length > 16384  # where a call of SDPA takes a minute
+        long = length > 16384  # A call of SDPA then takes a minute.
         for call in () if long else calls.values():
             call()
         best = in_turn(calls, 1 if long else 3, rounds, 4 * rounds)
@@ -202,7 +202,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="short lengths and few rounds")
     quick = parser.parse_args().quick
     if not native.status().available:
-        parser.exit(2, f"native: {native.status()}; expected the kernels\n")
+        parser.exit(2, f"native: expected compiled kernels, got {native.status()}\n")
     rounds, longest = (0.5, 2048) if quick else (2.0, LENGTHS[-1])
     found = {
         "shares": shares(rounds),

@@ -1,13 +1,13 @@
-"""Are the planner's predictions right on this machine? Crossover lengths, and the choices that follow from them.
+"""Check the planner's predictions on this machine: crossover lengths, and choices.
 
     python benchmarks/plan.py [--heads 8]
 
-First: for each width and method, the length from which on it is quicker than exact attention, predicted and measured.
-Then: for each length, width and range of logits, what `plan` chooses, against the quickest of all methods that keep the
-error, each measured. Attention is causal, forward, in float32.
+First, for each width and method, the length from which it is faster than exact attention, predicted and measured.
+Second, for each length, width and logit range, the choice of `plan` compared to the measured fastest of all methods
+within the error budget. Attention is causal, forward, in float32.
 
-The machine is calibrated in turn with the measurements, because its speed changes by more than half within minutes:
-this checks the model of the costs, and not whether the machine still is as it was when it was calibrated.
+Calibration and measurements alternate, because the speed of the machine can change by more than half within minutes:
+this checks the cost model, not whether the calibration is still up to date.
 """
 
 import argparse
@@ -34,16 +34,16 @@ from subquad_lab.system.timing import best_seconds
 
 WIDTHS, LENGTHS, RANGES = (16, 32, 64, 128), (256, 512, 1024, 2048, 4096, 8192), (0.1, 0.5, 1.5)
 METHODS = (Taylor(1), Taylor(2), RandomFeatures(64), RandomFeatures(256), Linear("elu"), Separable())
-MOST = 2.5  # candidates predicted to take longer than this, relative to the best, are not measured
+MAX_PREDICTED_RATIO = 2.5  # Candidates that are predicted to take longer, relative to the best, are not measured.
 TURNS = 3
-SLOW = 1.3  # the longest time of a choice, relative to the best
+MAX_CHOICE_RATIO = 1.3  # acceptable time of a choice, relative to the best
 
 
 Cell = tuple[AnyMethod, int, int]  # method, length, width
 
 
 def measure(best: dict[Cell, float], cells: set[Cell], heads: int) -> None:
-    """Measures each call once more, and keeps its best time."""
+    """Measure each call once more, and keep its best time."""
     for method, length, width in track(sorted(cells, key=str), "measuring"):
         inputs = torch.randn(3, 1, heads, length, width, generator=torch.Generator().manual_seed(0)) * 0.3
         attend = partial(subquad.attention, *inputs, is_causal=True, method=method)
@@ -52,19 +52,19 @@ def measure(best: dict[Cell, float], cells: set[Cell], heads: int) -> None:
 
 
 def crossover_cells() -> list[tuple[int, AnyMethod]]:
-    """Widths and methods whose crossover may lie within the lengths that are measured."""
+    """Return widths and methods whose crossover may lie within the measured lengths."""
     return [(d, m) for d, m in product(WIDTHS, METHODS) if not isinstance(m, Taylor) or m.size(d) <= 1000]
 
 
 def measured_crossover(seconds: dict[Cell, float], method: AnyMethod, width: int) -> float | None:
-    """Where the curves of both methods, straight between the measured lengths on logarithmic axes, cross for good."""
+    """Return the last crossing of both curves, interpolated linearly on logarithmic axes."""
     gains = [math.log(seconds[Exact(), n, width] / seconds[method, n, width]) for n in LENGTHS]
     for i, (a, b) in reversed(list(enumerate(pairwise(gains)))):
         if a <= 0 < b:
             return LENGTHS[i] * (LENGTHS[i + 1] / LENGTHS[i]) ** (a / (a - b))
         if b <= 0:
             break
-    return None  # Outside of what was measured.
+    return None  # outside the measured lengths
 
 
 def crossovers(seconds: dict[Cell, float], heads: int) -> list[dict]:
@@ -77,9 +77,9 @@ def crossovers(seconds: dict[Cell, float], heads: int) -> list[dict]:
 
 
 def rivals(plan: Plan) -> list[AnyMethod]:
-    """The methods that keep the error and may be the quickest."""
+    """Return the methods within the error budget that may be the fastest."""
     able = [c for c in plan.candidates if c.is_acceptable and c.is_chosen_form]
-    return [c.method for c in able if c.seconds <= MOST * able[0].seconds or isinstance(c.method, Exact)]
+    return [c.method for c in able if c.seconds <= MAX_PREDICTED_RATIO * able[0].seconds or isinstance(c.method, Exact)]
 
 
 def choices(seconds: dict[Cell, float], plans: dict[tuple[int, int, float], Plan]) -> list[dict]:
@@ -120,10 +120,11 @@ def report(crossed: list[dict], chosen: list[dict]) -> str:
     lines += [
         "| {length:,} | {width} | {logit_range} | {choice} | {best} | {ratio:.2f} |".format(**row) for row in chosen
     ]
-    good = sum(row["ratio"] <= SLOW for row in chosen)
+    good = sum(row["ratio"] <= MAX_CHOICE_RATIO for row in chosen)
     lines += [
         "",
-        f"{good} of {len(chosen)} choices ({good / len(chosen):.1%}) take at most {SLOW} times as long as the best.",
+        f"{good} of {len(chosen)} choices ({good / len(chosen):.1%}) take at most {MAX_CHOICE_RATIO} times as long as "
+        "the best.",
     ]
     return "\n".join(lines)
 
@@ -136,14 +137,14 @@ def make_plans(heads: int) -> dict[tuple[int, int, float], Plan]:
 
 
 def wanted(plans: dict[tuple[int, int, float], Plan]) -> set[Cell]:
-    """All that must be measured to judge the plans and the crossovers."""
+    """Return everything to measure for plans and crossovers."""
     cells = {(method, n, d) for (n, d, _), plan in plans.items() for method in rivals(plan)}
     crossing = product(LENGTHS, crossover_cells())
     return cells | {(method, n, d) for n, (d, other) in crossing for method in (Exact(), other)}
 
 
 def use(folder: str, calibration: Calibration) -> None:
-    """From now on `plan` predicts by this one."""
+    """Make `plan` use this calibration."""
     os.environ["SUBQUAD_CACHE"] = folder
     of = machine_of(torch.device("cpu"), torch.float32)
     calibrate_into(file_of(of), of, lambda: calibration)
@@ -154,14 +155,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Check the planner's predictions.")
     parser.add_argument("--heads", type=int, default=8)
     heads = parser.parse_args().heads
-    warnings.filterwarnings("ignore", ".*weights can be negative")  # of Taylor(1), which is measured on purpose
+    warnings.filterwarnings("ignore", ".*weights can be negative")  # of Taylor(1), whose error is measured
     begin = time.perf_counter()
     first = calibrate(torch.device("cpu"))
     print(f"calibration: {time.perf_counter() - begin:.1f} s")
     with tempfile.TemporaryDirectory() as folder:
         use(folder, first)
         cells, seconds, best = wanted(make_plans(heads)), {}, [math.inf] * len(list(grid()))
-        for _ in range(TURNS):  # The grid and the calls in turn: a machine that slows down slows down both.
+        for _ in range(TURNS):  # Alternate, so that a change of speed affects both.
             list(one_turn(best, torch.device("cpu"), torch.float32))
             measure(seconds, cells, heads)
         use(folder, fitted(best))

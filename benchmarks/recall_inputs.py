@@ -1,4 +1,4 @@
-"""Inputs whose end can be predicted only from far back: repeated text, copied tokens, and generated questions.
+"""Inputs whose end can be predicted only from distant tokens: repeated text, copied tokens, and generated questions.
 
     repeated             n / 2 tokens of text, then the same again
     copying              random tokens, text, the same random tokens again
@@ -8,9 +8,9 @@
     variable tracking    chains of assignments, and a question about all variables with one value
     word count           a list of words, and a question about the most common ones
 
-The last five follow the tasks of RULER (Hsieh et al., 2024) in words of our own. Answers are teacher-forced: the share
-of their tokens that the model ranks first is the score. Each question also has an unrelated answer of the same form;
-the score that exact attention has on it is the level of chance.
+The last five follow the tasks of RULER (Hsieh et al., 2024) with different wording. Answers are teacher-forced: the
+share of their tokens that the model ranks first is the score. Each question also has an unrelated answer of the same
+form; the score that exact attention has on it is the level of chance.
 """
 
 import random

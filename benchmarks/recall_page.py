@@ -1,4 +1,4 @@
-"""The page of `recall.py`: tables of quality and recall, from the scores alone."""
+"""The page of `recall.py`: tables of quality and recall."""
 
 from collections.abc import Iterable, Sequence
 from math import exp, log
@@ -8,13 +8,13 @@ from attention_rules import EXACT
 from recall_curve import SEER_ATTENTION, CurvePoint
 from recall_scores import DECODING, EVERYWHERE, PREFILL, RecallScore, TextScore
 
-UNITS = """All layers attend by the rule; nothing is trained. All approximate rules may do the same work for a query, \
-that of {method}; the unit is one key read (a score and a share of a value), and a product with one summary vector \
-costs half of it. The selection rules are simulated with masks and pay for their scan, except the oracle, whose choice \
-is free. *Blocks* are 16 neighboring keys, selected for each query; XAttention's are 128 keys, selected for 128 \
-queries together, so that a choice also depends on later queries. Keys of other blocks are dropped."""
+UNITS = """All layers use the rule; nothing is trained. All approximate rules have the same cost per query, that of \
+{method}; the unit is one key read (a score and a weighted value), and a product with one summary vector costs half of \
+it. The selection rules are simulated with masks. Their scan counts as cost, except for the oracle. *Blocks* are 16 \
+neighboring keys, selected for each query; XAttention's blocks are 128 keys, selected for 128 queries together, so \
+that a choice also depends on later queries. Keys of other blocks are dropped."""
 
-WHERE = """A rule holds *everywhere*, for the queries of the context only (*prefill only*), or for the queries after \
+WHERE = """A rule applies *everywhere*, to the queries of the context only (*prefill only*), or to the queries after \
 it only (*decoding only*); the other queries attend exactly."""
 
 
@@ -53,7 +53,7 @@ def perplexity_tables(scores: Sequence[TextScore], names: Sequence[str]) -> list
                 for rule, mine in by_rule.items() if rule != EXACT}  # fmt: skip
         parts += [
             f"## Plain text, {length:,} tokens",
-            "Perplexity, and its change against exact attention (geometric mean over the texts):",
+            "Perplexity, and its change relative to exact attention (geometric mean over the texts):",
             grid("rule", [*titles, "change"], with_change(whole)),
             f"Perplexity of the last {length // 4:,} tokens:",
             grid("rule", [*titles, "change"], with_change(last)),
@@ -111,7 +111,7 @@ def task_tables(
     solved = [key for key in tasks if found[*key, EXACT, EVERYWHERE].is_above_chance]
     parts = [
         "## Generated tasks",
-        "In the manner of RULER: share of the answers' tokens ranked first, teacher-forced; rule everywhere / "
+        "Similar to RULER: share of the answers' tokens ranked first, teacher-forced; rule everywhere / "
         "prefill only / decoding only. Chance is what exact attention scores on unrelated answers of the same form.",
     ]
     if solved:
@@ -132,7 +132,7 @@ def task_tables(
 
 
 def curve_section(points: Sequence[CurvePoint], picture: str) -> list[str]:
-    """Return the section on work, with the published curve beside it."""
+    """Return the section on quality by cost, with the published curve for comparison."""
     length = points[0].length
     rows = {
         point.rule: [f"{point.share:.1%}", f"{point.increase:+.1%}", f"{point.last_quarter:+.1%}",
@@ -142,11 +142,11 @@ def curve_section(points: Sequence[CurvePoint], picture: str) -> list[str]:
     rows["exact"] = ["100.0%", "", "", "", f"{points[0].exact_predicted:.3f}"]
     published = {"increase of perplexity": [f"{increase:+.1%}" for increase in SEER_ATTENTION.values()]}
     return [
-        f"## Quality against work, {length:,} tokens",
-        f"![quality against work]({picture})",
-        grid("setting", ["share of exact work", "perplexity", "last quarter", "repeated text, perplexity",
+        f"## Quality by cost, {length:,} tokens",
+        f"![quality by cost]({picture})",
+        grid("setting", ["share of exact cost", "perplexity", "last quarter", "repeated text, perplexity",
                          "repeated text, ranked first"], rows),
-        "Published figures of SeerAttention for comparison, not measured here: an 8B model with *trained* gates, PG-19 "
-        "at 8,192 tokens, by share of work:",
+        "Published results of SeerAttention for comparison, not measured here: an 8B model with *trained* gates, PG-19 "
+        "at 8,192 tokens, by share of cost:",
         grid("SeerAttention (published)", [f"{share:.0%}" for share in SEER_ATTENTION], published),
     ]  # fmt: skip

@@ -1,12 +1,12 @@
-"""What a decoder predicts when all its layers attend by another rule, next to what it predicts with exact attention.
+"""Scores of a decoder whose layers all use another attention rule, compared to exact attention.
 
-    perplexity    exp(mean over tokens of -ln p(token | tokens before it)), of all tokens and of each quarter
+    perplexity    exp(mean over tokens of -ln p(token | previous tokens)), of all tokens and of each quarter
     divergence    mean over positions of KL(p_exact || p) over the vocabulary, in nats
     agreement     share of positions where the most likely token is that of exact attention
     predicted     share of the answers' tokens that are the most likely ones
 
-A vocabulary of 49,152 tokens and a text of 8,192 tokens have 1.6 GB of logits. Last hidden states are kept instead, of
-all rules, and turned into logits a few positions at a time, those of exact attention once for all rules.
+With a vocabulary of 49,152 tokens, a text of 8,192 tokens has 1.6 GB of logits. Therefore only the last hidden states
+of all rules are kept; logits are computed for a few positions at a time, those of exact attention once for all rules.
 
 Axes: n tokens, d width, w vocabulary.
 """
@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from attention_rules import EXACT
-from decoder import PREDICTED, Attend, swapped
+from decoder import LOGIT_TOKENS, Attend, swapped
 from recall_inputs import Sample
 from torch import Tensor, nn
 
@@ -65,7 +65,7 @@ class RecallScore:
 
     @property
     def is_above_chance(self) -> bool:
-        """Whether the share predicted exceeds chance by two standard errors of chance."""
+        """Return whether the predicted share exceeds chance by two standard errors of chance."""
         if self.chance is None:
             return True
         share = (self.chance * self.tokens + 1) / (self.tokens + 2)  # never 0 or 1
@@ -85,8 +85,8 @@ def score_text(model: Any, text: str, tokens: Tensor, states: Mapping[str, Tenso
     target = tokens[0, 1:]
     losses: dict[str, list[Tensor]] = {rule: [] for rule in states}
     divergence, agreed = dict.fromkeys(states, 0.0), dict.fromkeys(states, 0)
-    for start in range(0, len(target), PREDICTED):
-        part = slice(start, min(start + PREDICTED, len(target)))
+    for start in range(0, len(target), LOGIT_TOKENS):
+        part = slice(start, min(start + LOGIT_TOKENS, len(target)))
         exact = log_probabilities(model, states[EXACT][part])  # (n, w)
         for rule, of_rule in states.items():
             found = exact if rule == EXACT else log_probabilities(model, of_rule[part])
@@ -172,7 +172,7 @@ def score_answers(model: Any, sample: Sample, context: Any, attend: Attend) -> T
     context.crop(-rest.shape[1])
     states, target = states[sample.answers - 1 - sample.boundary], sample.tokens[0, sample.answers]
     parts = []
-    for rows, tokens in zip(states.split(PREDICTED), target.split(PREDICTED), strict=True):
+    for rows, tokens in zip(states.split(LOGIT_TOKENS), target.split(LOGIT_TOKENS), strict=True):
         found = log_probabilities(model, rows)
         parts.append(torch.stack([(found.argmax(1) == tokens).float(), -found.gather(1, tokens[:, None])[:, 0]]))
     return torch.cat(parts, 1)

@@ -1,4 +1,4 @@
-"""Writes what a benchmark found: Markdown to read, JSON to reuse, SVG to look at, one date on all three."""
+"""Write the results of a benchmark as Markdown, JSON and SVG, with the date in the file names."""
 
 import datetime
 import json
@@ -18,7 +18,7 @@ FOLDER = Path(__file__).parent / "results"
 
 
 def machine() -> str:
-    """The processor, the threads and the versions, without the machine's name."""
+    """Return the processor, the threads and the versions, without the host name."""
     processor = platform.machine()
     with_model = Path("/proc/cpuinfo")
     if with_model.exists():
@@ -31,7 +31,7 @@ def machine() -> str:
 
 
 def table(rows: Iterable[Any]) -> str:
-    """A Markdown table; a method that gave no figures keeps its line and says why."""
+    """Return a Markdown table; a method without results has a note."""
     lines = [
         "| length | method | time | speed against SDPA | peak memory | relative error |",
         "|---:|---|---:|---:|---:|---:|",
@@ -47,13 +47,13 @@ def table(rows: Iterable[Any]) -> str:
 
 
 def markdown(name: str, date: str, rows: Sequence[Any]) -> str:
-    """The whole page, a section for each shape and task."""
+    """Return the whole page, with a section for each shape and task."""
     parts = [
         f"# {name}, {date}",
         machine(),
-        "Causal, float32, batch 1; normal inputs, queries and keys of standard deviation 0.5. Speed above 1 "
-        "is quicker than SDPA on the same tensors. Peak memory is what one call needs beyond its inputs. "
-        "Relative error is |out - exact| / |exact|: above 1 the answer is worse than returning zeros.",
+        "Causal, float32, batch 1; normally distributed inputs, queries and keys with standard deviation 0.5. A speed "
+        "above 1 is faster than SDPA on the same tensors. Peak memory is in addition to the inputs. Relative error is "
+        "|out - exact| / |exact|: above 1 the output is worse than zeros.",
         f"![time against length]({name}_{date}.svg)",
     ]
     for (heads, width, task), group in groupby(rows, key=lambda row: (row.heads, row.width, row.task)):
@@ -62,11 +62,11 @@ def markdown(name: str, date: str, rows: Sequence[Any]) -> str:
 
 
 def draw(path: Path, rows: Sequence[Any]) -> None:
-    """Time against length, a panel for each shape and task."""
+    """Plot time by length, with a panel for each shape and task."""
     import matplotlib
 
     matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "subquad"  # the same figures give the same file
+    matplotlib.rcParams["svg.hashsalt"] = "subquad"  # reproducible files
     from matplotlib import pyplot
 
     timed = [row for row in rows if row.seconds is not None and row.task != "decoding step"]
@@ -91,13 +91,13 @@ def today() -> str:
 
 
 def write(name: str, rows: Sequence[Any]) -> None:
-    """Print the page, and write it with its data and its picture under today's date."""
+    """Print the page, and write it with its data and plot under today's date."""
     write_page(name, markdown(name, today(), rows), [asdict(row) for row in rows])
     draw(FOLDER / f"{name}_{today()}.svg", rows)
 
 
 def write_page(name: str, page: str, rows: Sequence[Any]) -> None:
-    """Print a page that is written already, and keep it with its data under today's date."""
+    """Print a finished page, and write it with its data under today's date."""
     FOLDER.mkdir(exist_ok=True)
     stem = FOLDER / f"{name}_{today()}"
     stem.with_suffix(".md").write_text(page)

@@ -1,13 +1,13 @@
-"""Window and BlockSparse against SDPA, against FlexAttention and against the machine's limit.
+"""Benchmark Window and BlockSparse against SDPA, FlexAttention and the machine's limit.
 
     python benchmarks/sparse.py [--quick]
 
-Causal, 8 heads of width 64, float32, all threads. Rivals are called in turn on the same tensors, and the best of
+Causal, 8 heads of width 64, float32, all threads. Methods are called in turn on the same tensors, and the best of
 several rounds counts.
 
-    share of the peak    4 d per pair that a query sees, forward, and 14 d forward and backward, the least that a
-                         backward pass without stored weights needs, against torch.mm of 1024 x 1024 numbers
-    memory               what one call needs beyond its inputs, as a multiple of the bytes of q, k and v
+    share of the peak    FLOPs relative to torch.mm of 1024 x 1024 matrices: 4 d per attended pair forward, and 14 d
+                         forward and backward, the minimum for a backward pass without stored weights
+    memory               peak memory in addition to the inputs, as a multiple of the bytes of q, k and v
 """
 
 import argparse
@@ -29,9 +29,9 @@ from subquad_lab.system.timing import in_turn
 HEADS, WIDTH = 8, 64
 LENGTHS, SIZES = (1024, 4096, 16_384, 65_536), (256, 1024)
 BLOCK, BLOCK_LENGTH = 64, 16_384
-LONGEST_MASKED = 4096  # beyond it a dense mask and its gradients take too long to be of interest
-LONGEST_GRADIENT = 16_384  # of SDPA
-FLEX_LENGTHS = (4096, 16_384)  # compiling takes most of a minute
+MAX_MASKED_LENGTH = 4096  # Above it, a dense mask and its gradients take too long.
+MAX_GRADIENT_LENGTH = 16_384  # of SDPA
+FLEX_LENGTHS = (4096, 16_384)  # Compiling takes most of a minute.
 
 
 def inputs(length: int, grad: bool = False) -> list[Tensor]:
@@ -44,7 +44,7 @@ def masked(mask: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def flex(length: int, size: int) -> Callable[..., Tensor]:
-    """FlexAttention, compiled, with the mask of blocks of a sliding window."""
+    """Return compiled FlexAttention with the block mask of a sliding window."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     sees = lambda b, h, i, j: (j <= i) & (j > i - size)
@@ -73,7 +73,7 @@ print(peak_bytes(call) / (3 * q.nbytes))
 
 
 def memory(length: int, size: int, training: bool) -> float:
-    """Bytes above the inputs, as a multiple of theirs, in a process that has touched no other memory."""
+    """Return the peak memory in addition to the inputs, relative to theirs, in a new process."""
     command = [sys.executable, "-c", MEMORY, str(length), str(size), str(int(training))]
     return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
@@ -83,14 +83,14 @@ def pairs(length: int, size: int) -> int:
 
 
 def window_row(length: int, size: int, seconds: float, with_flex: bool) -> dict[str, Any]:
-    """Times of all rivals at one length and size."""
+    """Time all methods at one length and window size."""
     tensors, recorded = inputs(length), inputs(length, grad=True)
     grad, ours = torch.randn(1, HEADS, length, WIDTH), partial(attention, is_causal=True, method=Window(size))
     calls = {"peak": peak_call(), "window": partial(forward, ours, tensors), "sdpa": partial(forward, sdpa, tensors)}
     calls |= {"window, both": partial(both, ours, recorded, grad)}
-    if length <= LONGEST_GRADIENT:
+    if length <= MAX_GRADIENT_LENGTH:
         calls["sdpa, both"] = partial(both, sdpa, recorded, grad)
-    if length <= LONGEST_MASKED:
+    if length <= MAX_MASKED_LENGTH:
         near = torch.ones(length, length, dtype=torch.bool).tril().triu(1 - size)
         calls["masked"] = partial(forward, partial(masked, near), tensors)
         calls["masked, both"] = partial(both, partial(masked, near), recorded, grad)
@@ -113,7 +113,7 @@ def window_row(length: int, size: int, seconds: float, with_flex: bool) -> dict[
 
 
 def step_row(length: int, size: int, seconds: float) -> dict[str, Any]:
-    """One more token after a context of this length."""
+    """Time one decoding step after a context of this length."""
     q, k, v = inputs(length)
     with torch.no_grad():
         _, state = attention(q, k, v, is_causal=True, method=Window(size), return_state=True)
@@ -126,7 +126,7 @@ def step_row(length: int, size: int, seconds: float) -> dict[str, Any]:
 
 
 def bigbird(length: int, density: float, seed: int = 0) -> Tensor:
-    """(1, blocks, blocks): the first block, three neighbors, and random blocks up to a density, as in BigBird."""
+    """Return a layout (1, blocks, blocks): the first block, three neighbors, and random blocks, as in BigBird."""
     blocks = length // BLOCK
     place = torch.arange(blocks)
     layout = (place[:, None] - place).abs() <= 1
@@ -137,7 +137,7 @@ def bigbird(length: int, density: float, seed: int = 0) -> Tensor:
 
 
 def block_row(length: int, density: float, seconds: float) -> dict[str, Any]:
-    """BlockSparse against SDPA without a mask, both not causal."""
+    """Time BlockSparse and SDPA without a mask, both not causal."""
     method = BlockSparse(bigbird(length, density))
     tensors, recorded, grad = inputs(length), inputs(length, grad=True), torch.randn(1, HEADS, length, WIDTH)
     ours, exact = partial(attention, method=method), scaled_dot_product_attention
@@ -186,7 +186,7 @@ def page(windows: list[dict[str, Any]], steps: list[dict[str, Any]], blocks: lis
         f"# sparse, {today()}", f"{machine()}, {native.status()}",
         f"{HEADS} heads of width {WIDTH}, float32. `Window` is causal, and so is the SDPA it is compared with; "
         "FlexAttention is compiled, with the mask of the same window, forward only. *Both* is forward and backward. "
-        "The share of the peak counts the pairs that are seen, 4 d forward and 14 d both.",
+        "The share of the peak counts the attended pairs, 4 d forward and 14 d both.",
         "## Window", window_table, *memories, "## One more token", step_table,
         f"## BlockSparse, blocks of {BLOCK}, not causal", block_table,
     ]) + "\n"  # fmt: skip

@@ -1,11 +1,11 @@
-"""Speech to characters: both decoders on three kinds of speech, and linear attention in the encoder.
+"""Speech recognition: both decoders on three kinds of speech, and linear attention in the encoder.
 
     python benchmarks/speech.py numbers [--out runs/benchmark]
     python benchmarks/speech.py digits --data FOLDER        spoken digits: both decoders, split by index; by speaker
-    python benchmarks/speech.py ljspeech --data FOLDER      as `subquad synthesize` makes it, or the real one
+    python benchmarks/speech.py ljspeech --data FOLDER      LJSpeech, or a folder from `subquad synthesize`
     python benchmarks/speech.py encoders --data FOLDER      spoken digits: exact, Taylor, random and separable encoders
 
-Each part has a page of its own. Runs that are finished are read, and those that were stopped go on.
+Each part has its own page. Finished runs are read, and interrupted runs are resumed.
 """
 
 import argparse
@@ -24,11 +24,11 @@ from subquad_lab.system.timing import best_seconds, peak_bytes
 from subquad_lab.training.seeds import Series, train
 
 ENCODERS = ("exact", "taylor:2", "random:64", "separable")
-LONG, CLIPS = 2000, 4  # frames of a clip of 20 s, and how many at once, for the memory of a step
+STEP_FRAMES, STEP_CLIPS = 2000, 4  # of the step whose memory is measured: clips of 20 s
 FIGURES = ("character_error", "word_error", "jaccard", "cosine", "damerau", "loss")
-PICTURES = {"similarities": "similarities by epoch", "losses": "losses by epoch", "looks": "where the decoder looked"}
+PICTURES = {"similarities": "similarities by epoch", "losses": "losses by epoch", "looks": "attention of the decoder"}
 
-# On two cores in an hour for both decoders, in two hours, and in ten minutes for each encoder.
+# On two cores: an hour for both decoders, two hours, and ten minutes for each encoder.
 MEASURE = speech.EXPERIMENT.measure
 DIGITS = dict(epochs=20, characters=97)
 LJSPEECH = dict(epochs=12, clips=3000)
@@ -53,7 +53,7 @@ def table(made: dict[str, Series]) -> str:
 
 
 def by_epoch(name: str, made: dict[str, Series]) -> list[str]:
-    """A picture of all together, and those of each."""
+    """Write a plot of all runs together, and those of each run."""
     together = f"{name}_{today()}.svg"
     (FOLDER / together).write_bytes(compared({of: series.runs for of, series in made.items()}, speech.EXPERIMENT))
     shown = [f"![training loss and validation character error]({together})"]
@@ -68,8 +68,9 @@ def by_epoch(name: str, made: dict[str, Series]) -> list[str]:
 def write(name: str, title: str, made: dict[str, Series], parts: list[str], more: dict[str, Series] = {}) -> None:  # noqa: B006
     data = next(iter(made.values())).runs[0].about()["data"]
     described = (
-        f"{data['name']}: clips {data['sizes']}, {data['skipped']} left out; test figures of the best validation "
-        f"weights, seed {Config.seed}."
+        f"{data['name']}: clips {data['sizes']}, {data['skipped']} skipped; test results of the best weights by "
+        "validation, "
+        f"seed {Config.seed}."
     )
     page = [f"# {title}, {today()}", machine(), described, table(made), *parts]
     records = [{"run": of, **series.results[0]} for of, series in (made | more).items()]
@@ -78,7 +79,7 @@ def write(name: str, title: str, made: dict[str, Series], parts: list[str], more
 
 def spelled(series: Series) -> str:
     clips = series.runs[0].read_json("looks.json")["clips"]
-    return "\n".join(f"- {clip['wanted']!r} was spelled {clip['given']!r}" for clip in clips)
+    return "\n".join(f"- {clip['wanted']!r} was transcribed as {clip['given']!r}" for clip in clips)
 
 
 def numbers(options: argparse.Namespace) -> None:
@@ -101,7 +102,7 @@ def digits(options: argparse.Namespace) -> None:
         "\n".join(f"- {line}" for line in verdicts(made, MEASURE, differences(made, MEASURE))),
         spelled(made[best]),
         *by_epoch("speech_digits", made),
-        "## A speaker who was never heard",
+        "## An unseen speaker",
         table({f"{best}, by speaker": strangers}),
     ]
     write("speech_digits", "Spoken digits", made, parts, {f"{best}, by speaker": strangers})
@@ -126,17 +127,17 @@ def encoders(options: argparse.Namespace) -> None:
         found = measured(method)
         rows.append(f"| {method} | {found['seconds']:.2f} s | {found['bytes'] / 2**20:,.0f} MiB |")
     parts = [
-        f"Attention of the encoder, all else equal: {Config.decoder} decoder, {SHORT['epochs']} epochs.",
+        f"Attention methods of the encoder, everything else equal: {Config.decoder} decoder, {SHORT['epochs']} epochs.",
         *by_epoch("speech_encoders", made)[:1],
-        f"## A step with {CLIPS} clips of 20 s",
-        "Forward and backward of the whole network, in a process of its own; memory above what it held before.",
+        f"## A step with {STEP_CLIPS} clips of 20 s",
+        "Forward and backward of the whole network in a new process; memory in addition to that before the step.",
         "\n".join(["| encoder | time | peak memory |", "|---|---:|---:|", *rows]),
     ]
     write("speech_encoders", "Linear attention in the encoder, spoken digits", made, parts)
 
 
 def measured(method: str) -> dict[str, float]:
-    """Of a step, in a fresh process."""
+    """Measure time and memory of a step in a new process."""
     with get_context("spawn").Pool(1) as process:
         return process.apply(step, (method,))
 
@@ -144,13 +145,13 @@ def measured(method: str) -> dict[str, float]:
 def step(method: str) -> dict[str, float]:
     torch.manual_seed(0)
     model = speech.make_model(Config(method=method))
-    tokens = torch.randint(4, 35, (CLIPS, 90))
+    tokens = torch.randint(4, 35, (STEP_CLIPS, 90))
 
-    def once(frames: int = LONG) -> None:
-        sound, lengths = torch.randn(CLIPS, frames, 80), torch.full((CLIPS,), frames)
+    def once(frames: int = STEP_FRAMES) -> None:
+        sound, lengths = torch.randn(STEP_CLIPS, frames, 80), torch.full((STEP_CLIPS,), frames)
         model(sound, lengths, tokens).sum().backward()
 
-    once(64)  # pays for what torch sets up once
+    once(64)  # excludes torch's one-time setup
     return {"bytes": peak_bytes(once), "seconds": best_seconds(once, 3, 2.0)}
 
 
@@ -158,13 +159,13 @@ PARTS = {"numbers": numbers, "digits": digits, "ljspeech": ljspeech, "encoders":
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Speech to characters.")
+    parser = argparse.ArgumentParser(description="Speech recognition benchmarks.")
     parser.add_argument("part", choices=PARTS)
-    parser.add_argument("--data", help="folder of the clips; needed by all but numbers")
+    parser.add_argument("--data", help="folder of the clips; required except for numbers")
     parser.add_argument("--out", type=Path, default=Path("runs/benchmark"))
     options = parser.parse_args()
     if (options.data is None) != (options.part == "numbers"):
-        parser.error("--data: expected a folder of clips, by all parts but numbers")
+        parser.error("--data: expected a folder of clips; required for all parts except numbers")
     PARTS[options.part](options)
 
 

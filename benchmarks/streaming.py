@@ -1,10 +1,10 @@
-"""A million tokens streamed through Taylor(2) in bfloat16, in chunks and single steps: memory stays flat, errors small.
+"""Stream a million tokens through Taylor(2) in bfloat16, in chunks and single steps, and check memory and error.
 
     python benchmarks/streaming.py [--tokens 1000000]
 
 On some virtual machines bfloat16 needs ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 in the environment. The error is that of the
-output before it is rounded to bfloat16, against float64: a second stream of the same numbers, given as float32, shows
-it, and must equal the first once it is rounded. Ends with 1 where memory grows or the error passes its limit.
+output before it is rounded to bfloat16, compared to float64. It is taken from a second stream of the same numbers in
+float32, which must equal the first after rounding. Exits with 1 if memory grows or the error exceeds its limit.
 """
 
 import argparse
@@ -19,19 +19,19 @@ from torch import Tensor
 from subquad import State, Taylor, attention
 
 WIDTH, CHUNK, STEPS = 16, 1000, 50
-LIMIT = 1e-3  # relative RMS error of an output, for values of mean 1
-GROWTH = 16 << 20  # bytes of memory after the first tenth; the keys and values alone would take 61 MiB at a million
+MAX_ERROR = 1e-3  # relative RMS error of an output, for values of mean 1
+MAX_GROWTH_BYTES = 16 << 20  # after the first tenth; a million keys and values would take 61 MiB
 
 
 class Reference:
-    """Degree 2 in float64 from the moments of the keys: the sums of [v, 1], of k [v, 1] and of k k^T [v, 1]."""
+    """Taylor(2) in float64 from the moments of the keys: the sums of [v, 1], of k [v, 1] and of k k^T [v, 1]."""
 
     def __init__(self) -> None:
         shapes = [(1, WIDTH + 1), (WIDTH, WIDTH + 1), (WIDTH * WIDTH, WIDTH + 1)]
         self.moments = [torch.zeros(shape, dtype=torch.float64) for shape in shapes]
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """(n, d), (n, d), (n, d) -> (n, d): the next tokens, which see one another pair by pair."""
+        """Process the next tokens, (n, d), (n, d), (n, d) -> (n, d), which attend to each other pairwise."""
         q, k, v = (x.double() for x in (q, k, v))
         q = q / WIDTH**0.5
         values = torch.cat([v, torch.ones_like(v[:, :1])], 1)
@@ -50,7 +50,7 @@ def powers(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def resident_bytes() -> int:
-    """What the process holds now, not at its peak."""
+    """Return the current memory of the process, not its peak."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
@@ -68,7 +68,7 @@ def stream(parts: list[tuple[Tensor, ...]], state: State | None) -> tuple[Tensor
 @torch.no_grad()
 def main() -> int:
     parser = argparse.ArgumentParser(description="Stream tokens through Taylor(2), and print memory and error.")
-    parser.add_argument("--tokens", type=int, default=1_000_000, help="how many at least (%(default)s)")
+    parser.add_argument("--tokens", type=int, default=1_000_000, help="minimum number of tokens (default: %(default)s)")
     options = parser.parse_args()
     block = CHUNK + STEPS
     blocks = -(-options.tokens // block)
@@ -97,9 +97,9 @@ def main() -> int:
             figures = f"{memory[-1] / 2**20:>13.1f}{narrow_state.nbytes:>14,}{error:>17.2e}"
             print(f"{done * block:>10,}{seconds:>10.1f}{figures}", flush=True)
     growth = max(memory) - memory[0]
-    print(f"memory after the first line: {growth / 2**20:+.1f} MiB; largest error {worst:.2e}, limit {LIMIT:.0e}")
-    print(f"the bfloat16 output is the other one rounded: {equal}")
-    return int(growth > GROWTH or worst > LIMIT or not equal)
+    print(f"memory after the first line: {growth / 2**20:+.1f} MiB; largest error {worst:.2e}, limit {MAX_ERROR:.0e}")
+    print(f"the bfloat16 output equals the rounded float32 output: {equal}")
+    return int(growth > MAX_GROWTH_BYTES or worst > MAX_ERROR or not equal)
 
 
 if __name__ == "__main__":

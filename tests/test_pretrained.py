@@ -20,7 +20,7 @@ program, encoder = script("pretrained"), script("encoder")
 def loaded(program: Any, encoder: Any) -> Any:
     """The model, the padded sentences and the long text."""
     model, tokenizer = encoder.load()
-    return model, *encoder.texts(tokenizer, encoder.manual(), program.FEW)
+    return model, *encoder.texts(tokenizer, encoder.manual(), program.QUICK_SENTENCES)
 
 
 def test_captured_inputs_reproduce_the_output_of_their_layer(encoder: Any, loaded: Any) -> None:

@@ -28,7 +28,7 @@ def tokens(decoder: Any, loaded: Any) -> Any:
 
 def test_texts_are_long_and_different(decoder: Any, loaded: Any) -> None:
     found = decoder.texts(loaded[1], 4096)
-    assert {"manual", "source", "licence", "data sets"} <= set(found)
+    assert {"manual", "source", "license", "data sets"} <= set(found)
     assert all(tokens.shape == (1, 4096) for tokens in found.values())
     assert len({tuple(tokens[0].tolist()) for tokens in found.values()}) == len(found)
 

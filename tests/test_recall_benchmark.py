@@ -103,7 +103,7 @@ def test_a_rule_holds_for_the_queries_on_its_side_of_the_boundary(
 
 
 def test_text_scores_equal_their_definitions(scores: Any, decoder: Any, small_rules: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(scores, "PREDICTED", 64)  # several slices
+    monkeypatch.setattr(scores, "LOGIT_TOKENS", 64)  # several slices
     model, tokens = tiny("llama"), random_tokens(300)
     chosen = {name: small_rules[name] for name in ("exact", "window + sinks")}
     states = {name: scores.last_states(model, tokens, rule) for name, rule in chosen.items()}

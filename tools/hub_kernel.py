@@ -4,9 +4,9 @@
     torch-ext/subquad/              the sources, with relative imports
     build/torch-cpu/                the same and metadata.json: the variant without compiled code, for any system
 
-The kernel is loaded under a name that depends on its contents, so imports are relative and operators have a namespace
-of their own: an installed subquad and a kernel can be used side by side. `flash_attn_func` and its siblings are at the
-top, where transformers looks for them.
+The kernel is loaded under a name that depends on its contents, so imports are relative and operators have their own
+namespace: an installed subquad and a kernel can be used together. `flash_attn_func` and related functions are at the
+top level, where transformers looks for them.
 """
 
 import hashlib

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1] / "src"
-# Each layer may import only itself and earlier ones. A package's own name stands for its `__init__.py` alone.
+# Each layer may import only itself and earlier ones. The name of a package means only its `__init__.py`.
 LAYERS = [
     "subquad._torch_internals", "subquad.native", "subquad.methods", "subquad._calls", "subquad._engines",
     "subquad.planning", "subquad.attention", "subquad.nn", "subquad.integrations", "subquad.testing", "subquad",
@@ -86,7 +86,7 @@ def levels_of(imports: list[Import], modules: dict[str, Path]) -> dict[str, int]
 
 
 def layer_of(module: str) -> int:
-    """Return the place of a module's layer in LAYERS."""
+    """Return the index of a module's layer in LAYERS."""
     for i, layer in enumerate(LAYERS):
         if module == layer or (layer not in PACKAGES and module.startswith(f"{layer}.")):
             return i
@@ -116,7 +116,7 @@ def faults_of(imports: list[Import]) -> list[str]:
 
 
 def private_imports(root: Path) -> list[str]:
-    """Return every import of the lab that takes from the library what is not public.
+    """Return every import of a non-public library name in the lab.
 
     A name is public if no part of its module's name begins with an underscore, and the module's `__all__` lists it.
     """
@@ -146,7 +146,7 @@ def _exported(path: Path) -> set[str]:
 
 
 def _print_layer(layer: str, imports: list[Import], levels: dict[str, int]) -> None:
-    """Print the modules of a layer, each with what it imports of the same layer."""
+    """Print the modules of a layer, each with its imports from the same layer."""
     names = [name for name in levels if LAYERS[layer_of(name)] == layer]
     print(f"  {layer}" + (f": {len(names)} modules" if len(names) > 1 else ""))
     for name in sorted(names, key=lambda name: (levels[name], name)) if len(names) > 1 else ():
@@ -156,7 +156,7 @@ def _print_layer(layer: str, imports: list[Import], levels: dict[str, int]) -> N
 
 
 def report(root: Path, package: str) -> int:
-    """Print the levels of a package, and return how many faults it has."""
+    """Print the levels of a package, and return the number of violations."""
     imports, modules = imports_of(root, package), modules_of(root, package)
     inside, of_layers = levels_of(imports, modules), package_levels(imports, package)
     for level in range(1, max(of_layers.values()) + 1):
@@ -165,7 +165,7 @@ def report(root: Path, package: str) -> int:
             _print_layer(layer, imports, inside)
     faults = faults_of(imports) + (private_imports(root) if package == "subquad_lab" else [])
     print(f"{package}: {len(modules)} modules, {len(imports)} imports, {max(of_layers.values())} levels of packages, "
-          f"{max(inside.values())} levels of modules, no cycle, {len(faults)} faults")  # fmt: skip
+          f"{max(inside.values())} levels of modules, no cycle, {len(faults)} violations")  # fmt: skip
     for fault in faults:
         print(f"fault: {fault}", file=sys.stderr)
     return len(faults)

@@ -1,10 +1,11 @@
-"""Break the library on purpose, one small break at a time, and count the breaks that the tests notice.
+"""Mutation testing: introduce small bugs into the library, one at a time, and count those that the tests detect.
 
     python tools/mutants.py [--count 200] [--seed 0] [--jobs 2] [--only attention.py] [--out FILE]
 
-A mutant is the library with one expression changed; `mutations.py` says how. Each runs in a process of its own against
-the quick tests, and if it survives them against the slow ones. It is caught when a test fails, or the process dies, or
-takes far longer than without a change. The exit code is 1 if fewer than 90 % are caught, 2 if the tests fail anyway.
+A mutant is the library with one expression changed (see `mutations.py`). Each mutant runs the fast tests in its own
+process and, if it survives, the slow tests. It is caught if a test fails, if the process crashes, or if it takes far
+longer than without the change. The exit code is 1 if fewer than 90 % are caught, and 2 if the tests fail without a
+mutation.
 """
 
 import argparse
@@ -27,7 +28,7 @@ from rich.progress import Progress
 
 ROOT = Path(__file__).resolve().parents[1]
 LIBRARY = ROOT / "src/subquad"
-# Left out: what decides speed and prices alone, and calls of the native kernels, whose twins the tests compare.
+# Not mutated: code that affects only speed and predicted cost, and native calls, which tests compare to torch.
 SPARED_FILES = {
     "methods/error_estimate.py", "methods/series_error.py", "_engines/decoder.py",
     *(f"_engines/features/{name}.py" for name in (
@@ -43,11 +44,11 @@ SLOW = [
     for name in ("attention", "decoding", "features", "forms", "multipole", "state", "window", "block_sparse")
 ]
 GOAL = 0.9
-PATIENCE, SECONDS = 5, 20  # A mutant may take so many times as long as none, and so many seconds in any case.
-MEMORY = 8 << 30  # bytes of address space; the tests need one eighth of it
+TIMEOUT_FACTOR, TIMEOUT_SECONDS = 5, 20  # Time limit: this multiple of the normal time, at least this many seconds.
+MEMORY_BYTES = 8 << 30  # of address space; the tests need one eighth of it
 OUTCOMES = {0: "survived", 1: "quick tests", 2: "slow tests", -signal.SIGALRM: "time-out"}  # by exit code
 
-Stages = Sequence[tuple[list[str], float]]  # tests, and the seconds that they may take
+Stages = Sequence[tuple[list[str], float]]  # tests, and their time limit in seconds
 
 
 def module_of(path: Path) -> str:
@@ -58,12 +59,12 @@ def module_of(path: Path) -> str:
 
 
 def label_of(path: Path) -> str:
-    """Return the path inside the library: files in different folders share names."""
+    """Return the path inside the library, because files in different folders share names."""
     return path.relative_to(LIBRARY).as_posix() if path.is_relative_to(LIBRARY) else path.name
 
 
 class Planted(SourceFileLoader):
-    """Finds and loads one module with another source than its file's."""
+    """Import hook that loads one module from a different source than its file."""
 
     def __init__(self, name: str, mutant: Mutant) -> None:
         super().__init__(name, str(mutant.path))
@@ -72,21 +73,20 @@ class Planted(SourceFileLoader):
     def find_spec(self, name: str, *_: object) -> ModuleSpec | None:
         return spec_from_file_location(name, self.path, loader=self) if name == self.name else None
 
-    def get_code(self, fullname: str) -> CodeType:  # The base's would look into the cache of compiled files.
+    def get_code(self, fullname: str) -> CodeType:  # The base method would use cached bytecode.
         return compile(self.source, self.path, "exec")
 
 
 def start(mutant: Mutant | None, stages: Stages) -> int:
-    """The id of a process that runs the tests of each stage, for so many seconds at most, until one of them fails.
+    """Fork a process that runs the tests of each stage until one fails, and return its id.
 
-    Its exit code is the number of that stage, or 0. It is a copy of this process, which has loaded torch, but not the
-    library.
+    The exit code is the number of the failing stage, or 0. The parent process has loaded torch but not the library.
     """
     if process := os.fork():
         return process
 
     def fails(tests: list[str], seconds: float) -> bool:
-        signal.setitimer(signal.ITIMER_REAL, seconds)  # Its signal ends the process, wherever it hangs.
+        signal.setitimer(signal.ITIMER_REAL, seconds)  # SIGALRM ends the process even if it hangs.
         return import_module("pytest").main([*tests, "-x", "-q", "-p", "no:cacheprovider"]) != 0
 
     code = 1
@@ -94,7 +94,7 @@ def start(mutant: Mutant | None, stages: Stages) -> int:
         null = os.open(os.devnull, os.O_RDWR)
         for stream in range(3):
             os.dup2(null, stream)
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
         if mutant is not None:
             sys.meta_path.insert(0, Planted(module_of(mutant.path), mutant))
         code = next((number for number, stage in enumerate(stages, 1) if fails(*stage)), 0)
@@ -103,7 +103,7 @@ def start(mutant: Mutant | None, stages: Stages) -> int:
 
 
 def run(mutants: Sequence[Mutant], stages: Stages, jobs: int) -> Iterator[tuple[Mutant, int]]:
-    """Each mutant with its exit code, `jobs` of them at a time."""
+    """Yield each mutant with its exit code, running `jobs` at a time."""
     waiting, running = list(reversed(mutants)), {}
     while waiting or running:
         while waiting and len(running) < jobs:
@@ -114,7 +114,7 @@ def run(mutants: Sequence[Mutant], stages: Stages, jobs: int) -> Iterator[tuple[
 
 
 def measured(groups: Sequence[list[str]]) -> Stages:
-    """Each group of tests with its time limit, from a run without any mutation; none if that fails."""
+    """Return each group of tests with its time limit, from a run without mutations; empty if that run fails."""
     stages = []
     for tests in groups:
         begin = time.monotonic()
@@ -124,14 +124,14 @@ def measured(groups: Sequence[list[str]]) -> Stages:
             return []
         seconds = time.monotonic() - begin
         print(f"{seconds:.1f} s without a mutation: {' '.join(tests)}", flush=True)
-        stages.append((tests, max(SECONDS, PATIENCE * seconds)))
+        stages.append((tests, max(TIMEOUT_SECONDS, TIMEOUT_FACTOR * seconds)))
     return stages
 
 
 def shown(results: Iterator[tuple[Mutant, int]], total: int) -> Iterator[tuple[Mutant, int]]:
-    """The same results, with a bar on a terminal and a line for each elsewhere."""
+    """Pass the results through and show progress: a bar on a terminal, otherwise a line for each."""
     terminal = sys.stdout.isatty()
-    # No refreshing in a thread: a process that is copied in the middle of it would inherit its locks.
+    # Do not refresh in a thread: a process forked meanwhile would inherit its locks.
     with Progress(*Progress.get_default_columns(), auto_refresh=False, disable=not terminal) as bar:
         task = bar.add_task("mutants", total=total)
         for number, (mutant, code) in enumerate(results, 1):
@@ -144,7 +144,7 @@ def shown(results: Iterator[tuple[Mutant, int]], total: int) -> Iterator[tuple[M
 
 
 def report(results: Sequence[tuple[Mutant, int]], seed: int) -> str:
-    """Markdown: how many were caught, in which files and by what; and those that were not."""
+    """Return a Markdown report: how many mutants were caught, by file and by stage, and the survivors."""
     of, caught = (Counter(label_of(m.path) for m, code in results if code or every) for every in (True, False))
     by = Counter(OUTCOMES.get(code, "crash") for _, code in results if code)
     survivors = [mutant for mutant, code in results if not code]
@@ -164,21 +164,21 @@ def report(results: Sequence[tuple[Mutant, int]], seed: int) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--count", type=int, default=200, help="how many mutants (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of their choice (%(default)s)")
-    parser.add_argument("--jobs", type=int, default=2, help="how many run at a time (%(default)s)")
-    parser.add_argument("--only", metavar="FILE", choices=CORE, help="mutate this file alone")
-    parser.add_argument("--out", metavar="FILE", type=Path, help="write the result there too, as Markdown")
+    parser.add_argument("--count", type=int, default=200, help="number of mutants (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="random seed of the selection (default: %(default)s)")
+    parser.add_argument("--jobs", type=int, default=2, help="number of parallel processes (default: %(default)s)")
+    parser.add_argument("--only", metavar="FILE", choices=CORE, help="mutate this file only")
+    parser.add_argument("--out", metavar="FILE", type=Path, help="also write the report to this Markdown file")
     options = parser.parse_args()
     if min(options.count, options.jobs) < 1:
-        parser.error(f"--count, --jobs: expected 1 or more, got {options.count} and {options.jobs}")
+        parser.error(f"--count, --jobs: expected positive integers, got {options.count} and {options.jobs}")
     out = options.out and options.out.resolve()
     os.chdir(ROOT)
-    sys.dont_write_bytecode = True  # The tree stays as it is.
+    sys.dont_write_bytecode = True  # Leave the source tree unchanged.
     with tempfile.TemporaryDirectory() as os.environ["HYPOTHESIS_STORAGE_DIRECTORY"]:
-        for name in ("torch", "torch._dynamo", "numpy", "pytest", "hypothesis"):  # Once, for all the processes to come.
+        for name in ("torch", "torch._dynamo", "numpy", "pytest", "hypothesis"):  # Import once, before forking.
             import_module(name)
-        sys.modules["torch"].set_num_threads(1)  # A copy of a process has none of its threads.
+        sys.modules["torch"].set_num_threads(1)  # A forked process has no other threads.
         if not (stages := measured([tests for tests in (QUICK, [*filter(os.path.exists, SLOW)]) if tests])):
             return 2
         paths = [LIBRARY / name for name in ([options.only] if options.only else CORE)]

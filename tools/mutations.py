@@ -1,4 +1,4 @@
-"""Small breaks of a Python source, each in one place: the mutants that `mutants.py` shows to the tests.
+"""Mutations of a Python source, each in one place; `mutants.py` runs the tests on them.
 
     comparison   < to <=, == to !=, is to is not, in to not in, and back
     arithmetic   + and -, * and /, // and % swapped; ** to *, & to |, << to >>; a minus dropped
@@ -9,7 +9,7 @@
     argument     the value of a keyword argument to None
     slice        a bound that is not a number, moved by one
 
-Never changed: text, annotations, decorators, stubs, and what no result depends on (`is_spared`).
+Never changed: strings, annotations, decorators, stubs, and code that does not affect results (`is_spared`).
 """
 
 import ast
@@ -26,7 +26,7 @@ OPERATORS = {
     ast.NotEq: ("!=", "=="), ast.Is: ("is", "is not"), ast.IsNot: ("is not", "is"), ast.In: ("in", "not in"),
     ast.NotIn: ("not in", "in"), ast.And: ("and", "or"), ast.Or: ("or", "and"), ast.Add: ("+", "-"),
     ast.Sub: ("-", "+"), ast.Mult: ("*", "/"), ast.Div: ("/", "*"), ast.FloorDiv: ("//", "%"), ast.Mod: ("%", "//"),
-    ast.Pow: ("**", "*"), ast.LShift: ("<<", ">>"), ast.BitAnd: ("&", "|"),  # No | to &: nearly every | joins types.
+    ast.Pow: ("**", "*"), ast.LShift: ("<<", ">>"), ast.BitAnd: ("&", "|"),  # Not | to &: it is mostly a type union.
 }  # fmt: skip
 TWINS = [
     ("min", "max"), ("any", "all"), ("amax", "amin"), ("maximum", "minimum"), ("cummax", "cummin"), ("tril", "triu"),
@@ -35,17 +35,17 @@ TWINS = [
 NAMES = dict(TWINS) | {b: a for a, b in TWINS}
 DROPPED = {"abs", "clamp", "exp", "exp_", "reciprocal", "softmax", "sqrt", "square"}
 
-# How much is computed at once: any size is right.
+# Sizes of blocks: any value gives correct results.
 TUNING = {"FEW_TOKENS", "BLOCK_ROWS", "TILE_ROWS", "SPARE_KEYS", "MAX_CANDIDATE_FEATURES", "CANDIDATE_COUNTS"}
-# What the planner asks: tested by the tests of cost and plan, which take too long here.
+# Used by the planner only: covered by the tests of cost and plan, which take too long here.
 PLANNING = {"traits", "candidates", "label", "warning", "error", "relative_variance"}
-WORDING = {"hint", "made"}  # Parts of error messages.
-# `strict` guards against what no caller can cause, and there is one device where the tests run.
+WORDING = {"hint", "made"}  # parts of error messages
+# `strict` guards against errors that callers cannot cause, and the tests run on one device only.
 KEYWORDS = {"strict", "device"}
 
 
 class Place(NamedTuple):
-    """Bytes start..end of a source, and what may stand there instead."""
+    """Bytes start..end of a source, and their possible replacements."""
 
     start: int
     end: int
@@ -55,19 +55,19 @@ class Place(NamedTuple):
 class Mutant(NamedTuple):
     path: Path
     line: int
-    before: str  # the line, or the lines joined
+    before: str  # the line, or several lines joined
     after: str
     source: bytes  # of the whole module
 
 
 def is_spared(node: ast.AST) -> bool:
-    """Whether nothing inside the node is to be changed: it is text, or no result depends on it."""
+    """Return whether nothing inside the node should be mutated: strings, and code that does not affect results."""
     match node:
         case ast.Raise() | ast.JoinedStr() | ast.Call(func=ast.Attribute(attr="warn")):
             return True
-        case ast.Assert() | ast.Call(func=ast.Attribute(attr="empty")):  # Narrows a type; makes room in memory.
+        case ast.Assert() | ast.Call(func=ast.Attribute(attr="empty")):  # type narrowing; uninitialized memory
             return True
-        case ast.FunctionDef(body=[*_, ast.Expr(ast.Constant(EllipsisType()))]):  # An overload, or a protocol's.
+        case ast.FunctionDef(body=[*_, ast.Expr(ast.Constant(EllipsisType()))]):  # an overload or a protocol method
             return True
         case ast.FunctionDef(name=name) if name in PLANNING:
             return True
@@ -86,7 +86,7 @@ def is_number(node: ast.AST) -> bool:
 
 
 def has_opposite(test: ast.AST) -> bool:
-    """Whether a change of its operator already negates it."""
+    """Return whether mutating the operator of the node already negates it."""
     match test:
         case ast.UnaryOp(ast.Not()):
             return True
@@ -96,14 +96,14 @@ def has_opposite(test: ast.AST) -> bool:
 
 
 def find_places(source: bytes) -> list[Place]:
-    """Every expression that can be changed. Changes are made in the text, so that the rest stays as it was written."""
+    """Collect every expression that can be mutated. Mutations edit the text, so that the rest is unchanged."""
     lines = [0, *accumulate(map(len, source.splitlines(keepends=True)))]
 
     def span(node: ast.AST) -> tuple[int, int]:
         return lines[node.lineno - 1] + node.col_offset, lines[node.end_lineno - 1] + node.end_col_offset
 
     def swapped(operator: ast.AST, *operands: ast.AST) -> Iterator[Place]:
-        """The tree does not tell where an operator stands: between its operands, outside of comments."""
+        """Locate an operator between its operands, outside of comments; the syntax tree does not store its position."""
         for left, right in pairwise(operands):
             if type(operator) in OPERATORS:
                 old, new = OPERATORS[type(operator)]
@@ -164,7 +164,7 @@ def find_places(source: bytes) -> list[Place]:
 
 
 def make_mutants(paths: Sequence[Path], count: int, seed: int) -> list[Mutant]:
-    """Of each file as many as its share of all places, at random places, none of them twice."""
+    """Draw mutants without replacement, from each file in proportion to its number of places."""
     generator = random.Random(seed)
     found = [find_places(path.read_bytes()) for path in paths]
     until = [*accumulate(map(len, found), initial=0)]

@@ -1,7 +1,7 @@
-"""The tests of the native kernels, with every access and every operation checked: `make sanitize`.
+"""Run the tests of the native kernels under AddressSanitizer and UndefinedBehaviorSanitizer: `make sanitize`.
 
-The kernels are compiled anew with AddressSanitizer and UndefinedBehaviorSanitizer, whose run-time library has to be
-loaded before Python; leaks are Python's own affair.
+The kernels are recompiled with the sanitizers, whose runtime library must be preloaded. Leak detection is off, because
+Python itself leaks.
 """
 
 import os
@@ -21,7 +21,7 @@ TESTS = ["tests/subquad/test_native.py", "tests/subquad/test_separable.py", "tes
 
 def main() -> int:
     compiler = os.environ.get("CXX", "c++")
-    # Without the second one, an exception of torch would end the process.
+    # Without the second library, an exception in torch would end the process.
     asked = ([compiler, f"-print-file-name={name}"] for name in ("libasan.so", "libstdc++.so"))
     runtimes = [subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() for command in asked]
     with tempfile.TemporaryDirectory() as folder:

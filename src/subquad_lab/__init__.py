@@ -2,12 +2,12 @@
 
 
 class UsageError(ValueError):
-    """Something the user can put right: the command prints it in one line and exits with 2."""
+    """An error that the user can fix: the command prints one line and exits with 2."""
 
 
 class RunError(RuntimeError):
-    """A run that cannot go on, through nobody's wrong word: the command prints it in one line and exits with 1."""
+    """A run that fails for a reason other than bad usage: the command prints one line and exits with 1."""
 
 
 class Diverged(RunError):
-    """A run whose loss is no longer a number."""
+    """A run whose loss is no longer finite."""

@@ -1,7 +1,8 @@
 """The `subquad` command: one function per subcommand.
 
-A function's parameters are its options, its docstring is the help. What a subcommand needs is imported inside
-its function, so that `subquad --help` does not wait for torch.
+The parameters of a function are the options of its subcommand, and its docstring is the help; a trailing underscore, as
+in `all_`, is dropped from the option. Each subcommand imports what it needs inside its function, so that `subquad
+--help` does not wait for torch.
 """
 
 import os
@@ -16,12 +17,14 @@ from subquad_lab.training.interruption import Interrupted
 
 
 def demo(out: str = "demo") -> None:
-    """Run the whole lab in a few minutes: a plan for this machine, the theory, four small models, and a report.
+    """Run the whole lab in a few minutes: plan, theory, four small models, and an HTML report.
 
-    After an interruption, run the same command to resume; delete the folder to start again.
+    Rerun the same command to resume after an interruption; delete the folder to start over.
+
+    Example: subquad demo --out demo
 
     Args:
-        out: Folder to write into.
+        out: Output folder.
     """
     from subquad_lab.commands import demo
 
@@ -47,35 +50,36 @@ def plan(
     training: bool = False,
     purpose: str = "swap",
     dtype: str = "float32",
-    all: bool = False,
+    all_: bool = False,
 ) -> None:
-    """Choose the quickest method for a shape and an error, and say why.
+    """Choose the fastest attention method within an error budget, and explain the choice.
 
-    Times are predicted for this machine, which is measured the first time: at most half a minute, kept in the cache
-    folder.
+    Times are predicted for this machine, which is calibrated on first use (at most 30 s; the result is cached).
+
+    Example: subquad plan --length 8192 --heads 8 --head-dim 64
 
     Args:
-        length: Number of queries; needed without a sample, as is head-dim. Sizes that are not given are the sample's.
-        heads: Number of query heads; 1 without a sample.
-        head_dim: Width of a head.
-        max_error: Relative error, |out - exact| / |exact|, that is allowed; 0.05 if not given.
-        logit_range: How far the scaled logits reach to either side of 0: errors are predicted from it.
-        sample: A safetensors file with query, key and value (or q, k, v), each (..., heads, length, width):
-            errors are measured on it.
-        model: A folder that transformers saved, or a .gguf file: plan for each layer of that language model (the extra
-            `pretrained`). Beside it go text, tokens, max-error and all; it has sizes of its own.
-        text: A text for the model to read: errors are measured on it.
-        tokens: How many of its tokens are read; as many as there are and the model reads, up to 4096, if not given.
-        key_length: Number of keys, if it is not that of the queries.
-        value_dim: Width of the values, if it is not head-dim.
-        key_heads: Number of key heads, if query heads share them.
-        batch: Number of sequences; 1 without a sample.
-        causal: Whether a query sees only the keys up to its own place.
-        training: Whether the backward counts too; with the purpose train it always does.
-        purpose: swap, to replace exact attention in a model that has it; or train, for a model that is trained from
-            scratch: then no error counts, and the table tells sizes of states and what a layer can recall.
+        length: Number of queries. Required without --sample or --model. Default: that of the sample.
+        heads: Number of query heads. Default: that of the sample, or 1.
+        head_dim: Head dimension. Required without --sample or --model. Default: that of the sample.
+        max_error: Error budget: largest relative error |out - exact| / |exact| that is acceptable. Default: 0.05.
+        logit_range: Bound R such that the scaled logits lie in [-R, R]. Errors are predicted from it.
+        sample: safetensors file with tensors query, key and value (or q, k, v) of shape (..., heads, length, head_dim).
+            Errors are measured on it.
+        model: Folder saved by transformers, or a .gguf file: plan each layer of this language model (needs the extra
+            `pretrained`). Can be combined with --text, --tokens, --max-error and --all only; the model sets the sizes.
+        text: Text file that --model reads. Errors are measured on it.
+        tokens: Number of tokens of --text to read. Default: all of them, up to 4096 or the model's maximum.
+        key_length: Number of keys. Default: the number of queries.
+        value_dim: Dimension of the values. Default: the head dimension.
+        key_heads: Number of key heads, for grouped-query attention. Default: the number of query heads.
+        batch: Batch size. Default: that of the sample, or 1.
+        causal: Apply a causal mask.
+        training: Include the backward pass in the times. Always true with --purpose train.
+        purpose: swap: replace exact attention in a trained model. train: train a model from scratch; errors then do not
+            matter, and the table shows state size and recall instead.
         dtype: float32, float64, bfloat16 or float16.
-        all: Show every candidate, not just those that compete; of a model, also every head.
+        all_: Show all candidates instead of the competitive ones. With --model, also show every head.
     """
     sizes = dict(query_length=length, key_length=key_length, head_dim=head_dim, value_dim=value_dim, heads=heads,
                  key_heads=key_heads, batch=batch)  # fmt: skip
@@ -85,12 +89,15 @@ def plan(
         others = [*sizes.values(), logit_range, sample]
         rest = causal, training, purpose, dtype
         if any(other is not None for other in others) or rest != (True, False, "swap", "float32"):
-            raise UsageError("--model: goes with --text, --tokens, --max-error and --all; others are the model's own")
-        plan_model.run(model, text, tokens, max_error, all)
+            raise UsageError(
+                "--model: expected no other options than --text, --tokens, --max-error and --all; the model sets the "
+                "rest"
+            )
+        plan_model.run(model, text, tokens, max_error, all_)
         return
     from subquad_lab.commands import plan
 
-    plan.run(plan.Question(sizes, max_error, logit_range, sample, causal, training, purpose, dtype), all)
+    plan.run(plan.Question(sizes, max_error, logit_range, sample, causal, training, purpose, dtype), all_)
 
 
 def bench(
@@ -102,17 +109,19 @@ def bench(
     backward: bool = False,
     out: str | None = None,
 ) -> None:
-    """Time methods against torch's own attention, and against the peak of matrix products.
+    """Benchmark attention methods against torch's own: time, memory and error.
+
+    Example: subquad bench --methods taylor:2,multipole --lengths 4096,16384
 
     Args:
-        methods: What to time, with commas between: taylor:DEGREE, random:FEATURES, linear:ACTIVATION, separable,
-            window:SIZE, multipole:TOP, exact.
-        lengths: Sequence lengths, with commas between.
+        methods: Comma-separated methods: taylor:DEGREE, random:FEATURES, linear:ACTIVATION, separable, window:SIZE,
+            multipole:TOP, exact.
+        lengths: Comma-separated sequence lengths.
         heads: Number of heads.
-        head_dim: Width of a head.
-        causal: Whether a query sees only the keys up to its own place.
-        backward: Whether gradients are computed too.
-        out: Folder for bench.json and bench.svg; made if it is missing.
+        head_dim: Head dimension.
+        causal: Apply a causal mask.
+        backward: Include the backward pass.
+        out: Folder for bench.json and bench.svg; created if missing. Default: print the table only.
     """
     from subquad_lab.commands import bench
 
@@ -121,9 +130,12 @@ def bench(
 
 
 def train(experiment: Any, config: Any, out: str, resume: str | None) -> None:
-    """Train a model: a new run, or --resume RUN to resume one that was stopped.
+    """Train a model in a new run, or resume an interrupted one with --resume RUN.
 
-    A run's folder holds its config, figures, checkpoints, result and curves. Ctrl-C finishes the step and saves.
+    The run folder holds the config, metrics, checkpoints, result and learning curves. Ctrl-C finishes the current step,
+    saves a checkpoint and exits.
+
+    Example: subquad train language --preset quick
     """
     from subquad_lab.commands import train
 
@@ -131,9 +143,11 @@ def train(experiment: Any, config: Any, out: str, resume: str | None) -> None:
 
 
 def compare(experiment: Any, config: Any, out: str) -> None:
-    """Train all variants of an experiment with the same data, budget and seeds: one table, one plot.
+    """Train all variants of an experiment on the same data, budget and seeds, and compare them.
 
-    After an interruption, run the same command with the same --out to resume.
+    Rerun the same command with the same --out to resume after an interruption.
+
+    Example: subquad compare images --epochs 2
     """
     from subquad_lab.commands import compare
 
@@ -141,11 +155,13 @@ def compare(experiment: Any, config: Any, out: str) -> None:
 
 
 def sweep(experiment: Any, config: Any, out: str, grid: Any, span: Any, trials: int = 20) -> None:
-    """Train with many values of some fields, and say which are best.
+    """Search over config fields and rank the trials by validation result.
 
-    --grid.FIELD A,B,C tries each value with each of other fields; --span.FIELD LOW,HIGH searches between, on a
-    logarithmic scale where both are above 0. Several processes with the same --out share the trials; run again, it goes
-    on where it was.
+    --grid.FIELD A,B,C tries all listed values, combined with those of other fields. --span.FIELD LOW,HIGH searches the
+    range, on a logarithmic scale if LOW > 0. Several processes with the same --out share the trials. Rerun the same
+    command to resume after an interruption.
+
+    Example: subquad sweep language --grid.lr 1e-3,3e-3 --grid.width 64,128
     """
     from subquad_lab.commands import sweep
 
@@ -154,15 +170,17 @@ def sweep(experiment: Any, config: Any, out: str, grid: Any, span: Any, trials: 
 
 def _given(experiment: Any) -> Any:
     if experiment is None:
-        raise UsageError("EXPERIMENT: expected an experiment, found none")
+        raise UsageError("EXPERIMENT: expected an experiment, got none")
     return experiment
 
 
 def evaluate(run: str, part: Literal["valid", "test"] = "test") -> None:
-    """Figures of a run's weights on a part of its data; of a series, those of its best run.
+    """Evaluate a trained model on the validation or test set of its run.
+
+    Example: subquad evaluate runs/language-001
 
     Args:
-        run: Folder of the run.
+        run: Run folder. For a series of seeds, the best run is used.
         part: valid or test.
     """
     from subquad_lab.commands import evaluate
@@ -171,10 +189,12 @@ def evaluate(run: str, part: Literal["valid", "test"] = "test") -> None:
 
 
 def runs(root: str = "runs") -> None:
-    """List the runs that there are.
+    """List all runs in a folder and its subfolders.
+
+    Example: subquad runs --root runs
 
     Args:
-        root: Folder to look into, with all folders in it.
+        root: Folder to search.
     """
     from subquad_lab.commands import runs
 
@@ -187,13 +207,15 @@ def report(
     root: str = "runs",
     theory: str | None = None,
 ) -> None:
-    """Write one page about runs: tables, curves, and published figures beside ours.
+    """Write an HTML report about runs: tables, learning curves and published results.
+
+    Example: subquad report runs/language-001 --out report.html
 
     Args:
-        runs: Folders of runs, also of series, comparisons and sweeps; all runs in root if none is given.
-        out: The page; one file that needs no other.
-        root: Folder to look into.
-        theory: What `subquad verify --json` has printed, to be shown as well.
+        runs: Run folders, including those of series, comparisons and sweeps. Default: all runs in --root.
+        out: HTML file to write. It is self-contained.
+        root: Folder to search for runs.
+        theory: Output file of `subquad verify --json` to include.
     """
     from subquad_lab.commands import report
 
@@ -210,17 +232,19 @@ def sample(
     top_p: float | None = None,
     seed: int = 0,
 ) -> None:
-    """Continue a text with a trained language model.
+    """Generate text with a trained language model.
+
+    Example: subquad sample runs/language-001 --prompt "the list" --top-p 0.9
 
     Args:
-        run: Folder of the run.
-        prompt: How each text begins.
+        run: Run folder. For a series of seeds, the best run is used.
+        prompt: Text to continue.
         count: Number of texts.
-        words: The most words that are added to each; one ends with its sentence.
-        temperature: Below 1 likely words become likelier, above 1 rarer ones do; 0 takes the likeliest.
-        top_k: Sample from the k most likely words only.
-        top_p: Nucleus sampling: the smallest set of words with this total probability.
-        seed: Of the first text; the next one has the next.
+        words: Maximum number of words to generate per text. A text also ends at the end of its sentence.
+        temperature: Sampling temperature. 0 always picks the most likely word.
+        top_k: Sample from the k most likely words. Default: all words.
+        top_p: Nucleus sampling: sample from the smallest set of words with this total probability. Default: all words.
+        seed: Seed of the first text; each further text uses the next seed.
     """
     from subquad_lab.commands import sample
 
@@ -228,11 +252,13 @@ def sample(
 
 
 def predict(run: str, images: list[str]) -> None:
-    """Say which class a trained image model takes each picture for, and how sure it is.
+    """Classify image files with a trained image model.
+
+    Example: subquad predict runs/images-001 scan.png
 
     Args:
-        run: Folder of the run; for a series, its best run is used.
-        images: Files of pictures.
+        run: Run folder. For a series of seeds, the best run is used.
+        images: Image files.
     """
     from subquad_lab.commands import predict
 
@@ -240,14 +266,16 @@ def predict(run: str, images: list[str]) -> None:
 
 
 def transcribe(run: str, files: list[str], beams: int = 4) -> None:
-    """Write down what a trained speech model hears in sound files, utterance by utterance.
+    """Transcribe audio files with a trained speech model, one line per utterance.
 
-    Neither the volume nor silence around the words matters.
+    Each utterance is normalized to the volume and the leading and trailing silence of the training clips.
+
+    Example: subquad transcribe runs/speech-001 recording.wav
 
     Args:
-        run: Folder of the run; of a series, its best run hears.
-        files: Sound files: wav, flac and others, of any rate.
-        beams: Texts that are followed at once; 1 is quickest.
+        run: Run folder. For a series of seeds, the best run is used.
+        files: Audio files (wav, flac and others) of any sample rate.
+        beams: Beam width; 1 is greedy and fastest.
     """
     from subquad_lab.commands import transcribe
 
@@ -255,15 +283,18 @@ def transcribe(run: str, files: list[str], beams: int = 4) -> None:
 
 
 def synthesize(metadata: str, out: str, voices: str = "en-us", clips: int | None = None) -> None:
-    """Make a folder like LJSpeech's from transcripts, spoken by espeak-ng (the extra `speech`).
+    """Create a speech data set in LJSpeech format from transcripts.
 
-    After an interruption, run the same command with the same OUT to resume.
+    Speech is synthesized by espeak-ng (needs the extra `speech`). Rerun the same command with the same OUT to resume
+    after an interruption.
+
+    Example: subquad synthesize metadata.csv spoken --voices en-us,en-gb
 
     Args:
-        metadata: A file with lines of id|text or id|text|normalised text.
-        out: Folder for metadata.csv and wavs/.
-        voices: Of espeak-ng, with commas between; each clip draws one.
-        clips: The first so many lines; all if not given.
+        metadata: File with lines of id|text or id|text|normalized text.
+        out: Output folder for metadata.csv and wavs/.
+        voices: Comma-separated espeak-ng voices. Each clip uses one of them, chosen at random.
+        clips: Number of lines to synthesize, from the first on. Default: all.
     """
     from subquad_lab.commands import synthesize
 
@@ -272,37 +303,41 @@ def synthesize(metadata: str, out: str, voices: str = "en-us", clips: int | None
 
 def verify(
     claims: list[str] = [],  # noqa: B006
-    json: bool = False,
+    json_: bool = False,
     plots: str | None = None,
     seed: int = 0,
     explain: bool = False,
 ) -> None:
-    """Check the theory: each claim with its figure and its verdict. Exit code 1 if one fails.
+    """Check the claims of the theory numerically; exit with 1 if a claim fails.
+
+    Example: subquad verify attention --explain
 
     Args:
-        claims: Numbers, or subjects: attention, recurrence, optimizers, networks; all if none is given.
-        json: Print all figures as JSON.
-        plots: Folder for the pictures, as SVG; made if it is missing.
-        seed: Where the random numbers begin.
-        explain: Print the derivation of each, with the numbers of this run.
+        claims: Claim numbers, or subjects: attention, recurrence, optimizers, networks. Default: all claims.
+        json_: Print all results as JSON.
+        plots: Folder for SVG plots; created if missing. Default: no plots.
+        seed: Random seed.
+        explain: Print the derivation of each claim with the numbers of this run.
     """
     from subquad_lab.commands import verify
 
     _check_folder("--plots", plots)
-    verify.run(claims, json, plots, seed, explain)
+    verify.run(claims, json_, plots, seed, explain)
 
 
-def env(json: bool = False) -> None:
-    """Print versions, kernels, threads and calibration: what a bug report needs.
+def env(json_: bool = False) -> None:
+    """Print versions, kernels, threads and calibration, for bug reports.
 
-    Nothing is measured or written. Example: subquad env --json
+    Nothing is measured or written.
+
+    Example: subquad env --json
 
     Args:
-        json: Print JSON instead of text.
+        json_: Print JSON instead of text.
     """
     from subquad_lab.commands import env
 
-    env.run(json)
+    env.run(json_)
 
 
 def cache(clear: bool = False) -> None:
@@ -320,39 +355,43 @@ def cache(clear: bool = False) -> None:
 
 
 def _check_folder(option: str, folder: str | None) -> None:
-    """No name, as of a shell variable that is not set, would be the current folder."""
+    """Raise for an empty name, as from an unset shell variable, which would mean the current folder."""
     if folder == "":
-        raise UsageError(f"{option}: expected a folder, found ''")
+        raise UsageError(f"{option}: expected a folder, got ''")
 
 
 COMMANDS = (
     demo, plan, bench, verify, train, evaluate, compare, sweep, runs, sample, predict, transcribe, synthesize, report,
     env, cache,
 )  # fmt: skip
-OF_EXPERIMENTS = {"train": "runs", "compare": "compare", "sweep": "sweep"}  # and the folders that they write into
+OUTPUT_FOLDERS = {"train": "runs", "compare": "compare", "sweep": "sweep"}  # of the commands that take an experiment
 
 
 def _experiments() -> Any:
-    """Imported for the commands that need them."""
+    """Return the experiments. They import torch, so only commands that need them call this."""
     from subquad_lab.experiments import EXPERIMENTS
 
     return EXPERIMENTS
 
 
 def complain(message: object) -> None:
-    """Print one line; the parser's own messages can have several."""
+    """Print an error as a single line; the parser's own messages can span several."""
     print("subquad: error:", " ".join(str(message).split()), file=sys.stderr)
 
 
 def _how_to_install(error: ModuleNotFoundError) -> str:
     return (
-        f"{error.name} is missing: the library is installed, the lab with its commands is not. In a checkout of "
-        "subquad: pip install -c constraints.txt '.[lab]'"
+        f"{error.name} is not installed: the `subquad` command needs the extra `lab`. In a checkout of subquad, run: "
+        "pip install -c constraints.txt '.[lab]'"
     )
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return its exit code: 0, 1 for a run that fails, 2 for bad usage, 130 and 143 for signals."""
+    """Run a command and return its exit code.
+
+    Returns:
+        0 for success, 1 for a run that fails, 2 for bad usage, 130 or 143 after SIGINT or SIGTERM.
+    """
     from argparse import ArgumentError
 
     try:
@@ -365,9 +404,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     warnings.showwarning = lambda message, *_: print(f"subquad: warning: {message}", file=sys.stderr)
     try:
         try:
-            call(COMMANDS, OF_EXPERIMENTS, given, _experiments)
+            call(COMMANDS, OUTPUT_FOLDERS, given, _experiments)
         finally:
-            sys.stdout.flush()  # here, where a closed pipe is still caught
+            sys.stdout.flush()  # inside the `try`, so that a closed pipe is caught below
     except ArgumentError as error:
         complain(wrong_value(error))
         return 2
@@ -379,21 +418,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except Interrupted as error:
         is_run = given[:1] == ["train"]
-        again = f"subquad train --resume {error.folder}" if is_run else "the same command once more"
-        what = "the run" if is_run else "what is done"
-        print(f"subquad: {error}; {what} is saved, and goes on with: {again}", file=sys.stderr)
+        how = f"with: subquad train --resume {error.folder}" if is_run else "by running the same command again"
+        print(f"subquad: {error}. Progress saved. Resume {how}", file=sys.stderr)
         return error.exit_code
     except ModuleNotFoundError as error:
         complain(_how_to_install(error))
         return 1
     except BrokenPipeError:
-        # The reader, such as `head`, has what it wanted. Python flushes once more when it exits.
+        # The reader, such as `head`, closed the pipe early. Python flushes once more at exit, so give it another sink.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
         print("subquad: interrupted", file=sys.stderr)
         return 130
-    except OSError as error:  # such as a full disk behind the standard output
+    except OSError as error:  # such as standard output redirected to a full disk
         complain(f"{error.filename or 'output'}: {error.strerror}")
         return 1
     return 0

@@ -1,4 +1,4 @@
-"""One meaning, four forms: they agree, and no small constant in the normaliser parts them."""
+"""One meaning, four forms: they agree, and no small constant in the normalizer parts them."""
 
 from collections.abc import Callable
 
@@ -23,7 +23,7 @@ from subquad import Linear
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-# Their normaliser can vanish, and what is divided by it then is rounding: inputs near zero keep it away from that.
+# Their normalizer can vanish, and what is divided by it then is rounding: inputs near zero keep it away from that.
 UNSURE = ("odd taylor", "trigonometric")
 
 
@@ -85,18 +85,18 @@ def test_forms_agree_in_half_precision(name, dtype):
     assert (found - golden).abs().max() <= 2 * (reference - golden).abs().max()
 
 
-# --- No small constant in the normaliser -----------------------------------------------------------------------------
+# --- No small constant in the normalizer -----------------------------------------------------------------------------
 
 SCALES = [10.0**power for power in (-8, -6, -4, -2, 0, 2, 4)]
 
 
 def with_epsilon(q: Tensor, k: Tensor, v: Tensor, epsilon: float) -> Tensor:
-    """The fault: a constant that the normaliser of small queries drowns in."""
+    """The fault: a constant that the normalizer of small queries drowns in."""
     w = (q.relu() @ k.relu().mT).tril()
     return w @ v / (w.sum(-1, keepdim=True) + epsilon)
 
 
-def test_a_constant_in_the_normaliser_is_noticed():
+def test_a_constant_in_the_normalizer_is_noticed():
     q, k, v = normal_inputs(2, n=40)
     prefill, decode = (with_epsilon(q * 1e-8, k, v, epsilon) for epsilon in (1e-6, 1e-10))
     assert relative(decode, prefill) > 0.5

@@ -280,9 +280,9 @@ def test_gradients_flow_and_modules_take_it() -> None:
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    (dict(max_error=0), "max_error: expected a number above 0"),
-    (dict(check_rows=3), "check_rows: expected a whole number >= 8, got 3"),
-    (dict(check_rows=16.0), "check_rows: expected a whole number >= 8, got 16.0"),
+    (dict(max_error=0), "max_error: expected a positive number"),
+    (dict(check_rows=3), "check_rows: expected an integer >= 8, got 3"),
+    (dict(check_rows=16.0), "check_rows: expected an integer >= 8, got 16.0"),
 ])  # fmt: skip
 def test_nonsense_is_refused(arguments, message) -> None:
     with pytest.raises(ValueError, match=message):

@@ -76,7 +76,7 @@ def leaks(function: Callable[..., Tensor], kinds: tuple[str, ...], rounds: int =
     return leaking
 
 
-def stabilised_over_all_keys(epsilon: float) -> Callable[..., Tensor]:
+def stabilized_over_all_keys(epsilon: float) -> Callable[..., Tensor]:
     """The fault: one maximum over all keys, future ones too, taken out of the features of every key."""
 
     def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -102,7 +102,7 @@ def test_a_maximum_over_all_keys_is_noticed():
     def change_of_the_past(function: Callable[..., Tensor]) -> float:
         return relative(function(q, k_edited, v)[..., :half, :], function(q, k, v)[..., :half, :])
 
-    leaking, rounding = stabilised_over_all_keys(epsilon=1e-4), stabilised_over_all_keys(epsilon=0.0)
+    leaking, rounding = stabilized_over_all_keys(epsilon=1e-4), stabilized_over_all_keys(epsilon=0.0)
     assert change_of_the_past(leaking) > 0.05
     assert 0 < change_of_the_past(rounding) < 1e-6
     assert leaks(leaking, MILD, rounds=2) > 200

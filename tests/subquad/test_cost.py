@@ -372,10 +372,10 @@ def test_work_of_a_module(is_causal, training) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (dict(query_length=-1), "query_length: expected a whole number >= 0, got -1"),
-        (dict(key_length=2.0), "key_length: expected a whole number >= 0, got 2.0"),
-        (dict(head_dim=0), "head_dim: expected a whole number >= 1, got 0"),
-        (dict(batch=True), "batch: expected a whole number >= 1, got True"),
+        (dict(query_length=-1), "query_length: expected an integer >= 0, got -1"),
+        (dict(key_length=2.0), "key_length: expected an integer >= 0, got 2.0"),
+        (dict(head_dim=0), "head_dim: expected a positive integer, got 0"),
+        (dict(batch=True), "batch: expected a positive integer, got True"),
         (dict(heads=4, key_heads=3), "key_heads: expected a number that divides the 4 heads, got 3"),
         (dict(dtype=torch.int32), "dtype: expected a floating point dtype, got torch.int32"),
         (dict(form="fast"), "form: .* has 'dense', 'linear', 'chunked', 'fused', 'step', got 'fast'"),
@@ -395,13 +395,13 @@ def test_refusals_name_the_argument(options, message) -> None:
 def test_refusals_of_the_others() -> None:
     with pytest.raises(ValueError, match="by: expected one of 'flops', 'memory', 'time', got 'money'"):
         crossover("exact", "taylor", by="money", head_dim=4)
-    with pytest.raises(ValueError, match="max_length: expected a whole number >= 1, got 0"):
+    with pytest.raises(ValueError, match="max_length: expected a positive integer, got 0"):
         crossover("exact", "taylor", head_dim=4, max_length=0)
     with pytest.raises(ValueError, match=r"method: Auto decides by the numbers of each call.*, got Auto"):
         cost(Auto(), query_length=8, head_dim=4)
     with pytest.raises(ValueError, match="num_heads: expected a number that divides embed_dim=32, got 5"):
         multihead_cost(32, 5, query_length=10)
-    with pytest.raises(ValueError, match="length: expected a whole number >= 1, got -1"):
+    with pytest.raises(ValueError, match="length: expected a positive integer, got -1"):
         multihead_cost(32, 4, query_length=-1)
 
 

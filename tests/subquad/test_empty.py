@@ -77,7 +77,7 @@ def test_gradients_of_calls_with_no_token_or_one(name, n, m):
         assert all(bool(grad.isfinite().all()) for grad in grads)
 
 
-def test_exact_keeps_the_behaviour_of_torch():
+def test_exact_keeps_the_behavior_of_torch():
     q, k, v = normal_inputs(2, 2, n=6, m=9)
     hidden = torch.zeros(6, 9, dtype=torch.bool)
     poisoned = v.clone()

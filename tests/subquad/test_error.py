@@ -156,5 +156,5 @@ def test_a_range_that_is_none_is_refused(bad) -> None:
 
 @pytest.mark.parametrize("bad", [0, -1, math.nan])
 def test_an_error_that_is_none_is_refused(bad) -> None:
-    with pytest.raises(ValueError, match="max_error: expected a number above 0"):
+    with pytest.raises(ValueError, match="max_error: expected a positive number"):
         needed_degree(bad, 1.0)

@@ -155,15 +155,15 @@ def test_methods_are_values() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Taylor(-1), "degree: expected a whole number >= 0, the highest power, got -1"),
+        (lambda: Taylor(-1), "degree: expected an integer >= 0, the highest power, got -1"),
         (lambda: Taylor(1.5), "degree"),
         (lambda: Taylor(True), "degree"),
         (lambda: Taylor(2, basis="full"), "basis: expected one of 'symmetric', 'diagonal', got 'full'"),
-        (lambda: RandomFeatures(0), "num_features: expected a whole number >= 1, got 0"),
+        (lambda: RandomFeatures(0), "num_features: expected a positive integer, got 0"),
         (lambda: RandomFeatures(7, kind="hyperbolic"), "hyperbolic features come in pairs"),
         (lambda: RandomFeatures(7, kind="trigonometric"), "trigonometric features come in pairs"),
         (lambda: RandomFeatures(8, kind="cosine"), "kind: expected one of"),
-        (lambda: RandomFeatures(8, seed="x"), "seed: expected a whole number"),
+        (lambda: RandomFeatures(8, seed="x"), "seed: expected an integer"),
         (lambda: Linear("gelu"), "activation: expected one of"),
         (lambda: Taylor(2, key_shift=torch.zeros(2, 2, 2)), "key_shift"),
         (lambda: Taylor(2, key_shift=[float("nan")]), "key_shift"),

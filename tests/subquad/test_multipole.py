@@ -627,10 +627,10 @@ def test_empty_and_single(form) -> None:
 
 def test_settings_that_mean_nothing_are_refused() -> None:
     for name, value in (("window", 0), ("sinks", -1), ("block", 1), ("top", 2.5), ("block", True)):
-        with pytest.raises(ValueError, match=f"^{name}: expected a whole number from"):
+        with pytest.raises(ValueError, match=f"^{name}: expected an integer from"):
             Multipole(**{name: value})
     for name, most in (("block", 16), ("sinks", 1024)):
-        with pytest.raises(ValueError, match=f"^{name}: expected a whole number up to {most:,}, got {most + 1:,}"):
+        with pytest.raises(ValueError, match=f"^{name}: expected an integer up to {most:,}, got {most + 1:,}"):
             Multipole(**{name: most + 1})
 
 

@@ -102,7 +102,7 @@ def test_states_of_half_precision_inputs_are_wide(dtype, allowed):
         before_the_cast = attended(method, q.float(), k.float(), v.float(), return_state=True)[0]
         assert (out.dtype, state.sums.dtype) == (dtype, torch.float32)
         assert torch.equal(out, before_the_cast.to(dtype))
-        if method.positive:  # The others divide by what is left of cancelled terms.
+        if method.positive:  # The others divide by what is left of canceled terms.
             wide = attended(method, q.double(), k.double(), v.double())[0]
             assert relative(out, wide) <= allowed, name
             assert relative(before_the_cast, wide) <= 2e-6, name

@@ -50,7 +50,7 @@ def padding_error(function: Callable[..., Tensor], keep: Tensor, garbage: float 
 
 
 def masks_only_values(q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None) -> Tensor:
-    """The fault: hidden keys stay in the normaliser."""
+    """The fault: hidden keys stay in the normalizer."""
     v = v if keep is None else v * keep[:, None, :, None]
     w = (F.elu(q) + 1) @ (F.elu(k) + 1).mT
     return w @ v / w.sum(-1, keepdim=True)

@@ -144,7 +144,7 @@ def test_a_sample_tells_more_than_a_range() -> None:
     assert found.choice.error.relative * 2 <= 0.05
     methods = {type(c.method) for c in found.candidates}
     assert methods >= {Exact, Taylor, RandomFeatures, Separable}
-    with pytest.raises(ValueError, match="query_length: expected a whole number >= 1, got 0"):
+    with pytest.raises(ValueError, match="query_length: expected a positive integer, got 0"):
         plan(sample=(q, k, v), query_length=0)
     with pytest.raises(ValueError, match="sample: expected finite numbers"):
         plan(sample=(q / 0, k, v))
@@ -183,12 +183,12 @@ def test_worse_than_zeros_is_said() -> None:
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    (dict(query_length=-5, head_dim=8), "query_length: expected a whole number >= 1, got -5"),
-    (dict(query_length=5.5, head_dim=8), "query_length: expected a whole number >= 1, got 5.5"),
-    (dict(query_length=5), "head_dim: expected a whole number, or a sample to take it from, got None"),
-    (dict(query_length=5, head_dim=8, heads=0), "heads: expected a whole number >= 1, got 0"),
+    (dict(query_length=-5, head_dim=8), "query_length: expected a positive integer, got -5"),
+    (dict(query_length=5.5, head_dim=8), "query_length: expected a positive integer, got 5.5"),
+    (dict(query_length=5), "head_dim: expected an integer, or a sample to take it from, got None"),
+    (dict(query_length=5, head_dim=8, heads=0), "heads: expected a positive integer, got 0"),
     (dict(query_length=5, head_dim=8, heads=4, key_heads=3), "key_heads: expected a number that divides the 4 heads"),
-    (dict(query_length=5, head_dim=8, max_error=0), "max_error: expected a number above 0"),
+    (dict(query_length=5, head_dim=8, max_error=0), "max_error: expected a positive number"),
     (dict(query_length=5, head_dim=8, logit_range=-1), "logit_range: expected a finite number >= 0"),
     (dict(query_length=5, head_dim=8, logit_range=1, sample=(1, 2, 3)), "sample: expected either logit_range or"),
 ])  # fmt: skip
@@ -310,7 +310,7 @@ def test_sizes_may_be_integers_of_numpy() -> None:
     assert crossover("exact", "linear", head_dim=np.int64(64), max_length=np.int64(10**6)) == 66
     assert error("taylor", logit_range=np.int64(1)) == error("taylor", logit_range=1)
     assert multihead_cost(np.int64(64), np.int64(8), query_length=n) == multihead_cost(64, 8, query_length=4096)
-    with pytest.raises(ValueError, match=r"head_dim: expected a whole number >= 1, got np\.float64"):
+    with pytest.raises(ValueError, match=r"head_dim: expected a positive integer, got np\.float64"):
         cost("taylor", query_length=8, head_dim=np.float64(16))
 
 

@@ -41,7 +41,7 @@ def random_pieces(n: int, seed: int) -> list[int]:
     return [end - start for start, end in itertools.pairwise(cuts)]
 
 
-def test_a_state_without_its_normaliser_is_noticed():
+def test_a_state_without_its_normalizer_is_noticed():
     q, k, v = normal_inputs(2, n=21, dtype=torch.float64)
     head, sums = without_normalizer(*(x[:, :13] for x in (q, k, v)), None)
     tail, _ = without_normalizer(*(x[:, 13:] for x in (q, k, v)), sums)
@@ -52,7 +52,7 @@ def test_a_state_without_its_normaliser_is_noticed():
 @pytest.mark.parametrize("name", ["exact", *METHODS])
 @pytest.mark.parametrize("mask", [mask for mask in MASKS if MASKS[mask]["is_causal"]])
 def test_whole_is_chunks_is_steps_is_cut_and_resumed(name, mask):
-    """Outputs, gradients and the sums with their normaliser, with two query heads for each key head."""
+    """Outputs, gradients and the sums with their normalizer, with two query heads for each key head."""
     method, options, n = {"exact": Exact(), **METHODS}[name], MASKS[mask], 21
     inputs = [
         normal(2, heads, n, d, seed=i, dtype=torch.float64) for i, (heads, d) in enumerate([(4, 4), (2, 4), (2, 3)])
@@ -72,7 +72,7 @@ def test_whole_is_chunks_is_steps_is_cut_and_resumed(name, mask):
 
 @by_method
 def test_the_state_holds_the_sums_of_the_formula(name):
-    """The normaliser, the last column, is the sum of the features themselves."""
+    """The normalizer, the last column, is the sum of the features themselves."""
     method, (q, k, v) = METHODS[name], normal_inputs(2, n=21, dtype=torch.float64)
     _, state = attended(method, q, k, v, chunk=4, return_state=True)
     if name == "separable":

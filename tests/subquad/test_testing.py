@@ -45,7 +45,7 @@ class Negative(Honest):
 
 
 class LooksAhead(Honest):
-    """Stabilised by a maximum over all tokens: the classic leak."""
+    """Stabilized by a maximum over all tokens: the classic leak."""
 
     def __call__(self, x: Tensor, *, is_query: bool) -> Tensor:
         return (x - x.amax((-1, -2), keepdim=True)).exp()

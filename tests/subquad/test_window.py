@@ -447,8 +447,8 @@ def test_transforms_of_torch() -> None:
 
 
 REFUSED = {
-    "size: expected a whole number": lambda: Window(0),
-    "sinks: expected a whole number": lambda: Window(3, -1),
+    "size: expected an integer": lambda: Window(0),
+    "sinks: expected an integer": lambda: Window(3, -1),
     "softcap: expected a positive number or None, got 0": lambda: Window(3, softcap=0),
     "sink_logits: expected one floating-point number per query head": lambda: Window(3, sink_logits=[1.0]),
     "sink_logits: expected one number for each of the 4 query heads, got 3": lambda: attention(

@@ -44,14 +44,14 @@ finally:
     [
         ([], "subcommand"),
         (["dance"], "dance"),
-        (["bench", "--colour", "red"], "--colour"),
+        (["bench", "--color", "red"], "--color"),
         (["bench", "--heads", "many"], "many"),
-        (["bench", "--heads", "0"], "--heads: expected whole numbers above 0, found '0'"),
-        (["bench", "--lengths", "16,x"], "--lengths: expected whole numbers above 0, found 'x'"),
+        (["bench", "--heads", "0"], "--heads: expected positive integers, got '0'"),
+        (["bench", "--lengths", "16,x"], "--lengths: expected positive integers, got 'x'"),
         (["bench", "--methods", "softmax"], "--methods: expected one of 'exact', 'taylor'"),
-        (["bench", "--out", ""], "--out: expected a folder, found ''"),
-        (["verify", "14", "--plots", ""], "--plots: expected a folder, found ''"),
-        (["synthesize", "/dev/null", "out"], "METADATA: /dev/null is no regular file; expected a file with lines"),
+        (["bench", "--out", ""], "--out: expected a folder, got ''"),
+        (["verify", "14", "--plots", ""], "--plots: expected a folder, got ''"),
+        (["synthesize", "/dev/null", "out"], "METADATA: /dev/null is not a regular file; expected a file with lines"),
     ],
 )
 def test_bad_usage_gets_one_line_and_exit_code_2(arguments, message, complaint):
@@ -96,6 +96,6 @@ def test_without_the_lab_the_command_says_how_to_install_it(tmp_path):
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == 1
         assert done.stdout == ""
-        assert done.stderr.startswith("subquad: error: jsonargparse is missing")
+        assert done.stderr.startswith("subquad: error: jsonargparse is not installed")
         assert "pip install -c constraints.txt '.[lab]'" in done.stderr
         assert len(done.stderr.splitlines()) == 1

@@ -73,6 +73,6 @@ def as_range(logit_range: LogitRange) -> tuple[float, float]:
 
 
 def check_max_error(max_error: float) -> None:
-    """Raise ValueError unless `max_error` is a finite number above 0."""
+    """Raise ValueError unless `max_error` is a positive finite number."""
     if isinstance(max_error, bool) or not isinstance(max_error, Real) or not 0 < max_error < inf:
-        raise ValueError(f"max_error: expected a number above 0, the relative error that is allowed, got {max_error!r}")
+        raise ValueError(f"max_error: expected a positive number (relative error), got {max_error!r}")

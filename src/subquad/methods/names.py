@@ -37,7 +37,7 @@ def method_named(spec: str, kinds: Mapping[str, type[Method]], more_names: Seque
     try:
         value = type(default)(text)
     except ValueError:
-        raise ValueError(f"method: expected a whole number for {kind.argument} in {spec!r}, got {text!r}") from None
+        raise ValueError(f"method: expected an integer for {kind.argument} in {spec!r}, got {text!r}") from None
     try:
         return kind(**{kind.argument: value})
     except ValueError as error:

@@ -72,7 +72,7 @@ class RandomFeatures(FeatureMethod):
                 f"num_features: {self.kind} features come in pairs; expected an even number, got {self.num_features}"
             )
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
-            raise ValueError(f"seed: expected a whole number, got {self.seed!r}")
+            raise ValueError(f"seed: expected an integer, got {self.seed!r}")
         object.__setattr__(self, "key_shift", as_shift(self.key_shift))
 
     @property

@@ -92,7 +92,7 @@ def plan(
     sizes = sizes if call is None else _completed(call, sizes)
     for name in ("query_length", "head_dim"):
         if sizes[name] is None:
-            raise ValueError(f"{name}: expected a whole number, or a sample to take it from, got None")
+            raise ValueError(f"{name}: expected an integer, or a sample to take it from, got None")
     given: dict[str, Any] = {name: size for name, size in sizes.items() if size is not None}
     training = purpose == "train" if training is None else training
     shape = Shape.of(**given, is_causal=is_causal, training=training, least_length=1, most=MAX_SIZE)

@@ -45,7 +45,7 @@ class Shape:
         for name, size in sizes.items():
             check_whole(name, size, least_length if name.endswith("length") else 1)
             if size > most:
-                raise ValueError(f"{name}: expected a whole number up to {int(most):,}, got {size:,}")
+                raise ValueError(f"{name}: expected an integer up to {int(most):,}, got {size:,}")
         if sizes["heads"] % sizes["key_heads"]:
             raise ValueError(f"key_heads: expected a number that divides the {heads} heads, got {key_heads}")
         for name, flag in {"is_causal": is_causal, "training": training}.items():

@@ -1,11 +1,11 @@
-"""`subquad bench`: methods against torch's own attention, and against the peak of matrix products.
+"""`subquad bench`: benchmark methods against torch's own attention, and against peak matrix-multiplication speed.
 
     speed           seconds of torch's attention / seconds
-    share of peak   (FLOPs of the method's products / seconds) / (FLOPs / seconds of a large product)
+    share of peak   (FLOPs of the method's matrix products / seconds) / (FLOPs / seconds of one large product)
     relative error  |out - exact| / |exact|, exact by torch's attention
 
-All are called in turn, in one process and on the same tensors, and the best of several rounds counts: what else the
-machine does then hurts all of them alike.
+The methods run in turn, in one process and on the same tensors, and the best of several rounds counts, so that other
+load on the machine affects all of them equally.
 """
 
 import io
@@ -35,23 +35,23 @@ from subquad_lab.system.files import write_whole
 from subquad_lab.system.memory import memory
 from subquad_lab.system.timing import Request, call, in_turn, normal_inputs
 
-BASE = "torch"  # its scaled_dot_product_attention
+BASELINE = "torch"  # scaled_dot_product_attention
 COLUMNS = ("length", "method", "time", "speed", "share of peak", "peak memory", "relative error")
 NOTE = """\
-speed: against torch's attention at the same length.
-share of peak: of the FLOP/s of a large matrix product, {peak:.1f} GFLOP/s here.
-peak memory: predicted, beyond the inputs.
-relative error: |out - exact| / |exact|, here for normal queries and keys of standard deviation 0.5. Above 1, marked !,
-the answer is worse than returning zeros."""
+speed: relative to torch's attention at the same length.
+share of peak: fraction of the FLOP/s of a large matrix product, {peak:.1f} GFLOP/s on this machine.
+peak memory: predicted, in addition to the inputs.
+relative error: |out - exact| / |exact| for normally distributed queries and keys with standard deviation 0.5. Above 1
+(marked !) the output is worse than zeros."""
 ROUNDS = 5
-SHORTEST, LONGEST = 1, 30  # seconds at a length: rounds go on for the first at least, and none begins after the second
-HEAP = 2  # The C library's heap can take so many times what a call holds.
-PRODUCT = 2048  # rows and columns of the matrices of the peak
+MIN_SECONDS, MAX_SECONDS = 1, 30  # per length: minimum total time of the rounds, and time after which none starts
+HEAP_FACTOR = 2  # The C library's heap can take this many times what a call holds.
+PRODUCT_SIZE = 2048  # rows and columns of the matrices that measure the peak
 
 
 @dataclass(frozen=True)
 class Case:
-    """What all measurements of a run share."""
+    """Settings shared by all measurements."""
 
     heads: int
     head_dim: int
@@ -61,7 +61,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Row:
-    """One measurement. The share is known once the run has seen its best matrix product."""
+    """One measurement. The share of the peak is filled in once the fastest matrix product is known."""
 
     length: int
     method: str
@@ -89,9 +89,9 @@ def run(
     case = Case(positive("heads", heads), positive("head-dim", head_dim), causal, backward)
     refuse_more_than_fits(named, sizes, case)
     if out == "":
-        raise UsageError("--out: expected the name of a folder, found nothing")
+        raise UsageError("--out: expected a folder, got ''")
     folder = None if out is None else Path(out)
-    if folder is not None:  # All that writing needs, before the work is done.
+    if folder is not None:  # Fail before the measurements if the results cannot be written.
         import matplotlib.figure  # noqa: F401
 
         with writing(folder):
@@ -117,22 +117,22 @@ def predicted(method: Any, length: int, case: Case) -> subquad.Cost:
 
 
 def refuse_more_than_fits(named: dict[str, Any], sizes: list[int], case: Case) -> None:
-    """Before the system ends this process, or another one."""
+    """Raise if a call would exceed the memory, before the system kills this process or another one."""
     length = sizes[-1]
     inputs = 3 * 4 * case.heads * length * case.head_dim
     for name, method in {"exact": subquad.Exact(), **named}.items():
         needed = inputs
-        if needed <= memory():  # Else the prediction itself could take long.
-            needed += HEAP * predicted(method, length, case).peak_bytes
+        if needed <= memory():  # Otherwise the prediction itself could take long.
+            needed += HEAP_FACTOR * predicted(method, length, case).peak_bytes
         if needed > memory():
             raise UsageError(
-                f"--lengths: {name} at length {length:,} can take {needed / 2**30:,.1f} GiB; this machine has "
-                f"{memory() / 2**30:,.1f} GiB"
+                f"--lengths: {name} at length {length:,} can need {needed / 2**30:,.1f} GiB, but this machine has "
+                f"{memory() / 2**30:,.1f} GiB; use shorter lengths"
             )
 
 
 def measured(named: dict[str, Any], sizes: list[int], case: Case) -> tuple[list[Row], float]:
-    """All rows, and the best FLOP/s of a matrix product; shows progress on the standard error."""
+    """Return all rows and the best FLOP/s of a matrix product; show progress on standard error."""
     console = Console(stderr=True)
     rows: list[Row] = []
     peak = 0.0
@@ -151,21 +151,21 @@ def measured(named: dict[str, Any], sizes: list[int], case: Case) -> tuple[list[
 
 
 def compare(named: dict[str, Any], length: int, case: Case) -> tuple[list[Row], float]:
-    """Every method at one length, torch's first; and the FLOP/s of a matrix product."""
-    inputs = normal_inputs(Request(BASE, length, case.heads, case.head_dim, case.backward))
-    attends = {BASE: partial(scaled_dot_product_attention, is_causal=case.causal)}
+    """Return a row for each method at one length, torch first, and the FLOP/s of a matrix product."""
+    inputs = normal_inputs(Request(BASELINE, length, case.heads, case.head_dim, case.backward))
+    attends = {BASELINE: partial(scaled_dot_product_attention, is_causal=case.causal)}
     for name, method in named.items():
         attends[name] = partial(subquad.attention, is_causal=case.causal, method=method)
-    matrix = torch.ones(PRODUCT, PRODUCT)
+    matrix = torch.ones(PRODUCT_SIZE, PRODUCT_SIZE)
     calls = {name: partial(call, attend, inputs, case.backward) for name, attend in attends.items()}
-    best = in_turn({"product": lambda: matrix @ matrix, **calls}, ROUNDS, SHORTEST, LONGEST)
-    product = 2 * PRODUCT**3 / best.pop("product")
+    best = in_turn({"product": lambda: matrix @ matrix, **calls}, ROUNDS, MIN_SECONDS, MAX_SECONDS)
+    product = 2 * PRODUCT_SIZE**3 / best.pop("product")
     rows = []
-    exact = calls[BASE]()
+    exact = calls[BASELINE]()
     for name, seconds in best.items():
         price = predicted(named.get(name, subquad.Exact()), length, case)
         error = float((calls[name]() - exact).norm() / exact.norm())
-        rows.append(Row(length, name, seconds, best[BASE] / seconds, price.flops, price.peak_bytes, error))
+        rows.append(Row(length, name, seconds, best[BASELINE] / seconds, price.flops, price.peak_bytes, error))
     return rows, product
 
 
@@ -193,7 +193,7 @@ def as_json(rows: list[Row], peak: float, case: Case) -> bytes:
 
 
 def as_svg(rows: list[Row], title: str) -> bytes:
-    """Time over length, a line for each method."""
+    """Plot time against length, with a line for each method."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")

@@ -1,4 +1,4 @@
-"""`subquad compare`: the variants of an experiment with the same data, budget and seeds, in one table and one plot."""
+"""`subquad compare`: train the variants of an experiment on the same data, budget and seeds, and compare them."""
 
 import json
 from dataclasses import asdict
@@ -21,7 +21,7 @@ COLUMNS = ("variant", "parameters", "validation", "test", "steps", "training", "
 
 
 def run(experiment: Experiment[Any], config: Training, out: Path) -> None:
-    """Train what is not trained yet, then print and write the table, the verdicts and the plot."""
+    """Train the variants that are not finished, then print and write the table, the verdicts and the plot."""
     refuse_several("compare")
     variants = experiment.variants(config)
     done: dict[str, Series] = {}
@@ -63,7 +63,7 @@ def cells(variant: str, series: Series, experiment: Experiment[Any]) -> tuple[st
 
 
 def figures(done: dict[str, Series], measure: str) -> list[str]:
-    """The other figures of the test part."""
+    """Return a line for each variant with its other test metrics."""
     lines = []
     for variant, series in done.items():
         others = [name for name in series.results[0]["test"] if name != measure]
@@ -74,7 +74,7 @@ def figures(done: dict[str, Series], measure: str) -> list[str]:
 
 
 def differences(done: dict[str, Series], measure: str) -> dict[str, Interval]:
-    """The first variant minus each other one, on the test part; none where there is one seed."""
+    """Return the difference of the first variant and each other one on the test set; empty for a single seed."""
     (_, first), *others = done.items()
     if len(first.runs) < 2:
         return {}
@@ -87,24 +87,24 @@ def differences(done: dict[str, Series], measure: str) -> dict[str, Interval]:
 
 
 def right(series: Series) -> list[float] | None:
-    """For each example of the test part, the share of the seeds that were right."""
+    """Return for each test example the fraction of seeds that classified it correctly."""
     found = [predictions.right for run in series.runs if (predictions := Predictions.of(run.folder)) is not None]
     return [fmean(shares) for shares in zip(*found, strict=True)] if len(found) == len(series.runs) else None
 
 
 def verdicts(done: dict[str, Series], measure: str, found: dict[str, Interval]) -> list[str]:
-    """What `differences` has found, in words."""
+    """Describe the result of `differences` in sentences."""
     if not found:
         return []
     (name, first), *_ = done.items()
     examples = right(first)
     over = f"{len(first.runs)} seeds" + (f" and {len(examples):,} test examples" if examples else "")
     lines = [
-        f"+- and (low to high): above, 95 % of the mean over seeds; below, 95 % for all {len(found)} differences "
-        f"together, over {over}"
+        "+- and (low to high): in the table, the 95 % confidence interval of the mean over seeds; below, family-wise "
+        f"95 % confidence for all {len(found)} differences, over {over}"
     ]
     for other, interval in found.items():
-        size = "larger than chance" if interval.excludes_zero() else "not larger than chance"
+        size = "significant" if interval.excludes_zero() else "not significant"
         lines.append(
             f"{name} minus {other}: {measure.replace('_', ' ')} {interval.mean:+.4f} +- {interval.half:.4f}: {size}"
         )

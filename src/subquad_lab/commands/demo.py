@@ -1,6 +1,6 @@
-"""`subquad demo`: the lab in some minutes, stage by stage, each in a process of its own.
+"""`subquad demo`: the whole lab in a few minutes, as stages that each run in their own process.
 
-Each stage leaves its results in the folder, so that an interrupted demo resumes with the next one.
+Each stage writes its results into the folder, so that an interrupted demo resumes with the first unfinished stage.
 """
 
 import contextlib
@@ -35,30 +35,30 @@ from subquad_lab.training.seeds import Series, finished, train
 
 PAGE, PLAN, THEORY, RUNS = "report.html", "plan.txt", "verify.json", "runs"
 PROCESS = (sys.executable, "-P", "-m", "subquad_lab.commands.demo")  # of a stage
-LOOK_SECONDS = 0.25  # between two looks at a stage
-STYLES = {"runs": "bold", "waits": "dim"}  # of a stage's row, by its state
+POLL_SECONDS = 0.25  # between two checks of a running stage
+STYLES = {"running": "bold", "waiting": "dim"}  # of a stage's row, by its state
 
 
 @dataclass
 class Stage:
-    """`make` writes into the folder; `found` says what it came to, or nothing while it is not done."""
+    """A step of the demo. `make` writes into the folder; `found` returns a summary, or None if it is not done."""
 
     name: str
     what: str
     make: Callable[[Path], None]
     found: Callable[[Path], str | None]
     seconds: float = field(default=0.0, compare=False)
-    state: str = "waits"
+    state: str = "waiting"
     line: str = ""
 
 
 def run(out: str) -> None:
-    """All stages, with an overview; then the path of the page."""
+    """Run all stages with a progress table, then print the path of the report."""
     folder = Path(out)
     try:
         (folder / "logs").mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"--out: cannot make {folder}: {error.strerror}") from error
+        raise UsageError(f"--out: cannot create {folder}: {error.strerror}") from error
     stages = all_stages()
     console = Console()
     with (
@@ -77,31 +77,31 @@ def run(out: str) -> None:
 
 
 def follow(stage: Stage, folder: Path, interruption: Interruption, show: Callable[[], None] | None) -> None:
-    """One stage in a process of its own, unless it is done."""
+    """Run one stage in its own process, unless it is done."""
     done = stage.found(folder)
     if done is not None:
-        stage.state, stage.line = "done before", done
+        stage.state, stage.line = "already done", done
         return
     log, begin = folder / "logs" / f"{stage.name}.log", time.monotonic()
-    stage.state = "runs"
+    stage.state = "running"
     command = [*PROCESS, stage.name, str(folder), str(os.getpid())]
     with log.open("wb") as sink, subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT,
                                                   start_new_session=True) as process:  # fmt: skip
         try:
             while process.poll() is None:
-                time.sleep(LOOK_SECONDS)
+                time.sleep(POLL_SECONDS)
                 if interruption.number is not None:
                     raise Interrupted(interruption.number)
                 stage.seconds, stage.line = time.monotonic() - begin, last_line(log)
                 if show is not None:
                     show()
         except BaseException:
-            process.send_signal(signal.SIGINT)  # A training run saves itself.
+            process.send_signal(signal.SIGINT)  # A training run then saves a checkpoint.
             raise
     stage.seconds = time.monotonic() - begin
     found = stage.found(folder)
     if process.returncode != 0 or found is None:
-        raise RunError(f"{stage.name}: {last_line(log) or 'it ended without a word'} (all of it in {log})")
+        raise RunError(f"{stage.name}: {last_line(log) or 'it exited without output'} (full log: {log})")
     stage.state, stage.line = "done", found
 
 
@@ -116,7 +116,7 @@ def table(stages: list[Stage]) -> Table:
         for stage in stages
     ]
     styles = {i: STYLES[stage.state] for i, stage in enumerate(stages) if stage.state in STYLES}
-    return Table(("stage", "", "s", "found"), rows, "subquad demo", styles)
+    return Table(("stage", "", "s", "result"), rows, "subquad demo", styles)
 
 
 # --- The stages ---------------------------------------------------------------------------------------------------
@@ -129,10 +129,10 @@ def all_stages() -> list[Stage]:
         for name, experiment in EXPERIMENTS.items() if "quick" in presets(name)
     ]  # fmt: skip
     return [
-        Stage("plan", "the quickest method for 32,768 tokens on this machine", make_plan, planned),
+        Stage("plan", "the fastest method for 32,768 tokens on this machine", make_plan, planned),
         Stage("verify", f"{len(all_claims())} claims of the theory", check_claims, verified),
         *trained,
-        Stage("report", "one page about all of it", write_report, reported),
+        Stage("report", "an HTML report of all results", write_report, reported),
     ]
 
 
@@ -142,7 +142,7 @@ def make_plan(out: Path) -> None:
 
 
 def planned(out: Path) -> str | None:
-    """The sentence after the table."""
+    """Return the sentence after the table."""
     path = out / PLAN
     lines = path.read_text().splitlines() if path.is_file() else []
     return next((line for line in reversed(lines) if line.strip() and not line.startswith("Not shown")), None)
@@ -155,13 +155,13 @@ def check_claims(out: Path) -> None:
 def verified(out: Path) -> str | None:
     try:
         rows = claims(out / THEORY)
-    except UsageError:  # It is not there, or not whole, or of another version.
+    except UsageError:  # The file is missing, truncated, or from another version.
         return None
     return f"{sum(row['verdict'] != 'fails' for row in rows)} of {len(rows)} claims hold"
 
 
 def write_printed(path: Path, call: Callable[[], None]) -> None:
-    """What a command prints; also if it then says that something failed, as `verify` does of a claim."""
+    """Write the output of a command to a file, even if the command then fails, as `verify` does for a false claim."""
     with contextlib.redirect_stdout(io.StringIO()) as said:
         try:
             call()
@@ -178,12 +178,12 @@ def learn(experiment: Experiment[Any], out: Path) -> None:
 def learned(experiment: Experiment[Any], out: Path) -> str | None:
     try:
         return in_words(finished(out / RUNS / experiment.name, quick(experiment)))
-    except UsageError:  # It is not there, or not finished.
+    except UsageError:  # The run is missing or unfinished.
         return None
 
 
 def quick(experiment: Experiment[Any]) -> Training:
-    """The config of the stage."""
+    """Return the config of the stage."""
     return config_from(experiment, read(presets(experiment.name)["quick"]), "quick")  # type: ignore[no-any-return]
 
 
@@ -198,7 +198,7 @@ def write_report(out: Path) -> None:
 
 
 def reported(out: Path) -> str | None:
-    """Written anew if anything is newer."""
+    """Return the path of the report, or None if it is missing or older than a result."""
     page = out / PAGE
     if not page.is_file():
         return None
@@ -207,9 +207,10 @@ def reported(out: Path) -> str | None:
 
 
 def stop_with_parent(parent: int) -> None:
-    """A stage whose demo was killed ends too, or the next demo would find it at work.
+    """Exit when the demo is killed; otherwise the stage would still be running when the next demo starts.
 
-    The demo says who it is: by the time that a stage has imported all it needs, its parent may be another.
+    The demo passes its process id, because the parent may already have changed by the time this stage has imported its
+    modules.
     """
 
     def watch() -> None:
@@ -221,7 +222,7 @@ def stop_with_parent(parent: int) -> None:
 
 
 def main() -> int:
-    """In the process of a stage."""
+    """Run one stage; the entry point of its process."""
     name, folder, parent = sys.argv[1:]
     stop_with_parent(int(parent))
     stage = next(stage for stage in all_stages() if stage.name == name)

@@ -1,4 +1,4 @@
-"""`subquad env`: what a bug report needs to say about the machine and its software.
+"""`subquad env`: the versions, kernels and settings that a bug report needs.
 
 Nothing is measured or written. The home folder is printed as ~, because reports are public.
 """
@@ -97,10 +97,10 @@ def as_text(found: dict[str, Any]) -> str:
 
 def _about_calibration(found: dict[str, Any]) -> str:
     if found["state"] == "missing":
-        return f"none ({found['note'] or 'the first plan measures this machine, for at most 30 s'})"
+        return f"none ({found['note'] or 'the first plan calibrates this machine in at most 30 s'})"
     age = _age(found["age_seconds"])
     if found["state"] == "invalid":
-        return f"not valid, {age} old: the next plan measures again"
+        return f"invalid, {age} old: the next plan calibrates again"
     return f"rough, {age} old. {found['note']}" if found["state"] == "rough" else f"measured, {age} old"
 
 

@@ -1,4 +1,4 @@
-"""`subquad evaluate`: figures of a run's weights on a part of its data."""
+"""`subquad evaluate`: metrics of a trained model on the validation or test set of its run."""
 
 from pathlib import Path
 
@@ -8,6 +8,6 @@ from subquad_lab.training.experiment import PartName
 
 
 def run(folder: str, part: PartName) -> None:
-    """With the weights that the run has chosen, or has so far."""
+    """Print the metrics of the selected weights, or of the latest ones of an unfinished run."""
     _, task = trained(chosen(Path(folder)))
     print(figures(task.evaluate(part, lambda: None)))

@@ -1,4 +1,4 @@
-"""`subquad plan`: the quickest method that keeps an error, the candidates beside it, and the reason."""
+"""`subquad plan`: the fastest method within an error budget, the other candidates, and the reason."""
 
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -21,12 +21,12 @@ from subquad_lab.figures.tables import Table
 PURPOSES = ("swap", "train")
 DTYPES = ("float32", "float64", "bfloat16", "float16")
 NAMES = (("query", "key", "value"), ("q", "k", "v"))
-MOST = 12  # candidates that are shown unless all are asked for
+MAX_SHOWN_CANDIDATES = 12  # unless --all is given
 
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked of `subquad.plan`; `sizes` are its sizes, by their names there."""
+    """The arguments of `subquad.plan`; `sizes` maps its size arguments to values."""
 
     sizes: Mapping[str, Any]
     max_error: float | None = None
@@ -39,7 +39,7 @@ class Question:
 
 
 def run(question: Question, show_all: bool) -> None:
-    """Plan and print: a table, and the reason."""
+    """Plan, then print a table and the reason."""
     check(question)
     made = answer(question)
     shown = made if show_all or made.purpose == "train" else replace(made, candidates=tuple(competing(made)))
@@ -49,25 +49,26 @@ def run(question: Question, show_all: bool) -> None:
     print("", *filter(None, [shown.legend, shown.reason]), sep="\n")
     if left_out:
         print(
-            f"Not shown: {left_out} candidates that are slower, less exact, or in a form not taken; --all shows them."
+            f"Not shown: {left_out} candidates that are slower, less accurate, or in a form that would not run; use "
+            "--all to show them."
         )
 
 
 def check(question: Question) -> None:
-    """Refuse options that make no sense, before anything is measured."""
+    """Validate the options before anything is measured."""
     if question.dtype not in DTYPES:
-        raise UsageError(f"--dtype: expected one of {', '.join(DTYPES)}, found {question.dtype!r}")
+        raise UsageError(f"--dtype: expected one of {', '.join(DTYPES)}, got {question.dtype!r}")
     if question.purpose not in PURPOSES:
-        raise UsageError(f"--purpose: expected {' or '.join(PURPOSES)}, found {question.purpose!r}")
+        raise UsageError(f"--purpose: expected {' or '.join(PURPOSES)}, got {question.purpose!r}")
     logit_range = question.logit_range
     if logit_range is not None and question.sample is not None:
-        raise UsageError("--sample: give either --logit-range or --sample, not both")
+        raise UsageError("--sample: expected either --logit-range or --sample, got both")
     if logit_range is not None and not 0 <= logit_range < inf:
-        raise UsageError(f"--logit-range: expected a number >= 0, found {logit_range:g}")
+        raise UsageError(f"--logit-range: expected a number >= 0, got {logit_range:g}")
 
 
 def answer(question: Question) -> subquad.Plan:
-    """Ask the library, in its words; what is wrong is told in the words of the command line."""
+    """Call `subquad.plan`; its errors are rewritten in terms of options."""
     tensors = None if question.sample is None else load_sample(question.sample)
     purpose: Any = question.purpose
     try:
@@ -77,7 +78,7 @@ def answer(question: Question) -> subquad.Plan:
                 max_error=question.max_error, logit_range=question.logit_range, sample=tensors,
                 dtype=getattr(torch, question.dtype), progress=progress,
             )  # fmt: skip
-    except PermissionError as error:  # of the cache folder
+    except PermissionError as error:  # The cache folder is not writable.
         raise UsageError(error) from error
     except ValueError as error:
         raise UsageError(in_options(str(error))) from error
@@ -85,7 +86,7 @@ def answer(question: Question) -> subquad.Plan:
 
 @contextmanager
 def calibration_shown() -> Iterator[Callable[[int, int], None]]:
-    """A callback for progress, on the standard error: a bar on a terminal, else a line. Nothing until it is called."""
+    """Yield a progress callback that writes to standard error: a bar on a terminal, otherwise one line."""
     console = Console(stderr=True)
     bar = Progress(console=console, transient=True)
     task = bar.add_task("calibrating this machine (once)")
@@ -102,31 +103,31 @@ def calibration_shown() -> Iterator[Callable[[int, int], None]]:
 
 
 def load_sample(path: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Query, key and value from a safetensors file."""
+    """Load query, key and value from a safetensors file."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     try:
         tensors = load_file(path)
     except FileNotFoundError:
-        raise UsageError(f"--sample: there is no file {path!r}") from None
+        raise UsageError(f"--sample: no such file: {path}") from None
     except (OSError, SafetensorError) as error:
-        raise UsageError(f"--sample: {path} cannot be read as safetensors: {error}") from error
+        raise UsageError(f"--sample: {path} is not a valid safetensors file: {error}") from error
     for names in NAMES:
         if all(name in tensors for name in names):
             query, key, value = (tensors[name] for name in names)
             break
     else:
         found = ", ".join(sorted(tensors)) or "none"
-        raise UsageError(f"--sample: expected tensors named query, key and value, or q, k and v; found {found}")
+        raise UsageError(f"--sample: expected tensors named query, key and value, or q, k and v; got {found}")
     for name, tensor in zip(names, (query, key, value), strict=True):
         if not tensor.isfinite().all():
-            raise UsageError(f"--sample: {name} has numbers that are not finite")
+            raise UsageError(f"--sample: expected finite values, got NaN or infinity in {name}")
     return query, key, value
 
 
 def in_options(message: str) -> str:
-    """The library's messages begin with the name of an argument; put that of the option in its place."""
+    """Replace the argument name at the start of a library message by the option."""
     name, _, rest = message.partition(":")
     if name in NAMES[0]:
         return f"--sample: {message}"
@@ -135,10 +136,11 @@ def in_options(message: str) -> str:
 
 
 def competing(made: subquad.Plan) -> list[Candidate]:
-    """The choice, exact attention, and what is acceptable or quicker than it, in the form that `attention` takes.
+    """Return the candidates to show: the choice, exact attention, and those that are acceptable or faster than exact.
 
-    A candidate that another one beats in time and in error is left out, and of those with an unknown error all but one
-    of each kind. Acceptable ones come first where there are too many.
+    Only the form that `attention` would run is shown. Candidates that another one beats in both time and error are left
+    out, as are all but one candidate per class if the error is unknown. If there are too many, acceptable ones come
+    first.
     """
     taken = [c for c in made.candidates if c.is_chosen_form]
     exact = next(c for c in taken if isinstance(c.method, subquad.Exact))
@@ -148,21 +150,21 @@ def competing(made: subquad.Plan) -> list[Candidate]:
         for c in taken
         if c not in named and (c.is_acceptable or c.seconds < exact.seconds) and not any(beats(o, c) for o in taken)
     ]
-    usual = {type(c.method): c for c in reversed(others) if c.error.relative is None}  # the fastest of its kind,
-    usual |= {type(c.method): c for c in others if is_default(c.method)}  # or the one with usual settings
+    usual = {type(c.method): c for c in reversed(others) if c.error.relative is None}  # the fastest of its class,
+    usual |= {type(c.method): c for c in others if is_default(c.method)}  # or the one with default settings
     others = [c for c in others if c.error.relative is not None or c is usual[type(c.method)]]
     others.sort(key=lambda c: not c.is_acceptable)
-    kept = named + others[: MOST - len(named)]
+    kept = named + others[: MAX_SHOWN_CANDIDATES - len(named)]
     return [c for c in made.candidates if c in kept]
 
 
 def is_default(method: Any) -> bool:
-    """Whether it is what its name alone stands for."""
+    """Return whether all settings of the method are defaults."""
     return isinstance(method, Method) and method == resolve(method.name)
 
 
 def beats(one: Candidate, other: Candidate) -> bool:
-    """Whether it is as good in time and error, and better in one of them; of an unknown error nothing is said."""
+    """Return whether `one` is at least as good as `other` in time and error, and better in one; both must be known."""
     if one.error.relative is None or other.error.relative is None:
         return False
     mine, theirs = (one.seconds, one.error.relative), (other.seconds, other.error.relative)

@@ -1,12 +1,12 @@
-"""`subquad plan --model`: which layers of a trained model could take which method, seen on a text.
+"""`subquad plan --model`: which layers of a trained model can use which method, measured on a text.
 
 Each layer's queries, keys and values are a sample for `subquad.plan`. Every method that it measures then runs on the
 whole layer, head by head:
 
-    relative error = |out - exact| / |exact|     of all heads of a layer, and of each
+    relative error = |out - exact| / |exact|     of all heads of a layer together, and of each head
 
-A layer can take a method whose error, times a margin for texts that were not seen, is within the error that is allowed.
-Errors are of one layer with the others exact: with several layers changed they add up.
+A layer can use a method whose error, times a safety margin for unseen texts, is within the error budget. Errors are
+those of one layer while the others are exact; if several layers change, their errors add up.
 
 Axes: h query heads, n tokens, d width.
 """
@@ -33,25 +33,27 @@ from subquad_lab.commands.plan import calibration_shown, in_options
 from subquad_lab.figures.tables import Table
 from subquad_lab.models.pretrained import Layer, load, read, tokenized, watch
 
-LENGTHS = (4096, 16_384, 65_536)  # for which speeds are reported
-ROWS = 256  # of each head, for the range of its logits
-SAME = 1e-3  # relative: what another order of rounding may change
+LENGTHS = (4096, 16_384, 65_536)  # at which speeds are predicted
+SAMPLED_ROWS = 256  # per head, for the range of its logits
+MAX_ROUNDING_ERROR = 1e-3  # relative difference that another order of operations may cause
 NAMES = [f"{length // 1024}k" for length in LENGTHS]
-COLUMNS = ("layer", "logits", "approximation", "error", "keeps it", "heads that do", *NAMES)
+COLUMNS = ("layer", "logits", "approximation", "error", "within budget", "heads within", *NAMES)
 NOTE = """\
-logits: scaled, on sampled rows. error: |out - exact| / |exact| on this text; above 1, zeros would be a better answer.
-keeps it: the quickest one whose error, times a margin of {margin:g}, is within {max_error:g}; if none is, the nearest.
-{names}: predicted speed of the layer's attention against exact attention, if longer texts have logits like these. A
-window sees a smaller part of a longer text: measure it there too."""
+logits: range of the scaled logits on sampled rows. error: |out - exact| / |exact| on this text; above 1, the output is
+worse than zeros.
+approximation: the fastest method whose error, times a safety margin of {margin:g}, is within {max_error:g}, or else the
+most accurate one.
+{names}: predicted speed of the layer's attention relative to exact attention, assuming that longer texts have similar
+logits. A window covers a smaller part of a longer text, so measure it at that length too."""
 STRICT = """\
-An error of {max_error:g} in each layer is stricter than perplexity needs: with Multipole() in all 30 layers of
-SmolLM2-135M, whose errors of about 0.03 are too large for 0.05 with its margin, perplexity on 4,096 tokens rises by
-0.8 %. Try --max-error 0.1, and measure the perplexity of your own model."""
+An error of {max_error:g} in each layer is stricter than perplexity requires: with Multipole() in all 30 layers of
+SmolLM2-135M, each with an error of about 0.03 (too large for 0.05 with the safety margin), the perplexity of 4,096
+tokens rises by 0.8 %. Try --max-error 0.1, and measure the perplexity of your own model."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Of a layer, or of one head: the quickest method that keeps the error, or else the nearest one."""
+    """For a layer or a head: the fastest method within the error budget, or else the most accurate one."""
 
     logits: tuple[float, float]
     method: Any
@@ -61,18 +63,18 @@ class Finding:
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """`whole` is None where the layer computes something else than plain attention, such as a window or a bias."""
+    """The findings for a layer. `whole` is None if it is not plain attention, such as one with a window or a bias."""
 
     whole: Finding | None
     heads: tuple[Finding, ...] = ()
-    seconds: tuple[tuple[float, float], ...] = ()  # at LENGTHS: exact, and by the method if it keeps the error
+    seconds: tuple[tuple[float, float], ...] = ()  # at LENGTHS: exact, and the method if it is within budget
 
 
 def run(model: str | None, text: str | None, tokens: int | None, max_error: float | None, show_all: bool) -> None:
-    """Plan and print: a row for each layer, and with `show_all` one for each head."""
+    """Plan, then print a row for each layer, and with `show_all` one for each head."""
     if model is None or text is None:
         missing = "--text FILE" if text is None else "--model PATH"
-        raise UsageError(f"--model: expected a model and a text for it to read; {missing} is missing")
+        raise UsageError(f"--model: expected a model and a text for it to read, got no {missing}")
     max_error = DEFAULT_MAX_ERROR if max_error is None else max_error
     try:
         check_max_error(max_error)
@@ -84,7 +86,7 @@ def run(model: str | None, text: str | None, tokens: int | None, max_error: floa
     try:
         with calibration_shown() as progress:
             machine = calibration(progress=progress)
-    except PermissionError as error:  # of the cache folder
+    except PermissionError as error:  # The cache folder is not writable.
         raise UsageError(error) from error
     layers = plans(loaded, sequence, max_error)
     report(layers, sequence.shape[1], max_error, show_all)
@@ -93,7 +95,7 @@ def run(model: str | None, text: str | None, tokens: int | None, max_error: floa
 
 
 def plans(model: Any, tokens: Tensor, max_error: float) -> list[LayerPlan]:
-    """Of all layers, with a bar on a terminal."""
+    """Plan all layers, with a progress bar on a terminal."""
     found: list[LayerPlan] = []
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
@@ -105,22 +107,24 @@ def plans(model: Any, tokens: Tensor, max_error: float) -> list[LayerPlan]:
 
         watch(model, tokens, see)
     if not found:
-        raise UsageError(f"--model: {type(model).__name__} keeps its attention to itself: there is nothing to measure")
+        raise UsageError(f"--model: {type(model).__name__} does not use the transformers attention interface, so "
+                         "nothing "
+                         "can be measured")  # fmt: skip
     return found
 
 
 def plan_layer(layer: Layer, max_error: float) -> LayerPlan:
-    """What one layer could take."""
+    """Plan one layer."""
     query, key, value = layer[:3]
     call = partial(subquad.attention, query, key, value, is_causal=layer.is_causal, scale=layer.scale, enable_gqa=True)
     exact = call(method=Exact())
-    if not torch.dist(exact, layer.output) <= SAME * exact.norm():
+    if not torch.dist(exact, layer.output) <= MAX_ROUNDING_ERROR * exact.norm():
         return LayerPlan(None)
     made = subquad.plan(
         query_length=LENGTHS[-1], sample=(query, key, value), is_causal=layer.is_causal, scale=layer.scale,
         max_error=max_error,
     )  # fmt: skip
-    # The quickest first. What plan only infers for other numbers of features is left out, unless it was its choice.
+    # Fastest first. Errors that `plan` only infers for other numbers of features are left out, except of its choice.
     methods = [c.method for c in made.candidates if c.is_chosen_form and c.error.known_by == "sample"]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*weights can be negative")  # The errors are measured here.
@@ -147,20 +151,20 @@ def plan_layer(layer: Layer, max_error: float) -> LayerPlan:
 
 
 def _squares(x: Tensor) -> Tensor:
-    """(h,): the sum of squares of each head."""
+    """Return the sum of squares of each head, (h,)."""
     return x.double().square().sum((0, 2, 3))
 
 
 def _ranges(layer: Layer) -> Iterator[tuple[float, float]]:
-    """Of the logits of each head."""
+    """Yield the range of the logits of each head."""
     group = layer.query.shape[-3] // layer.key.shape[-3]
     for h in range(layer.query.shape[-3]):
         query, key = layer.query[:, h : h + 1], layer.key[:, h // group : h // group + 1]
-        yield subquad.logit_range(query, key, is_causal=layer.is_causal, scale=layer.scale, rows=ROWS)
+        yield subquad.logit_range(query, key, is_causal=layer.is_causal, scale=layer.scale, rows=SAMPLED_ROWS)
 
 
 def rows(layers: Sequence[LayerPlan], show_all: bool) -> Iterator[tuple[str, ...]]:
-    """The cells of the table."""
+    """Yield the rows of the table."""
     for number, layer in enumerate(layers):
         if layer.whole is None:
             yield str(number), "", "not plain attention", "", "no", *[""] * (1 + len(LENGTHS))
@@ -179,31 +183,31 @@ def cells(found: Finding) -> tuple[str, ...]:
 
 
 def speed(ratio: float) -> str:
-    """Two digits, never as a power of ten."""
+    """Format a ratio with two digits, never in scientific notation."""
     return f"{ratio:,.0f}x" if ratio >= 10 else f"{ratio:.2g}x"
 
 
 def conclusion(layers: Sequence[LayerPlan], max_error: float) -> str:
-    """A sentence or two, from the figures alone."""
+    """Return a one- or two-sentence summary of the findings."""
     plain = [layer for layer in layers if layer.whole is not None]
     kept = [layer for layer in plain if layer.whole is not None and layer.whole.is_kept]
     heads = [head.is_kept for layer in plain for head in layer.heads]
     first = (
-        f"{len(kept)} of {len(layers)} layers can take an approximation within {max_error:g}; alone, "
-        f"{sum(heads)} of {len(heads)} heads could."
+        f"{len(kept)} of {len(layers)} layers have an approximation within {max_error:g}; considered separately, "
+        f"{sum(heads)} of {len(heads)} heads do."
     )
     if not kept:
         return f"{first} Keep exact attention."
     together = [
-        sum(exact for exact, _ in of) / sum(min(both) for both in of)  # Where it is slower, a layer stays exact.
+        sum(exact for exact, _ in of) / sum(min(both) for both in of)  # A layer stays exact where that is faster.
         for of in zip(*(layer.seconds for layer in plain), strict=True)
     ]
     speeds = ", ".join(f"{speed(ratio)} at {name}" for ratio, name in zip(together, NAMES, strict=True))
-    return f"{first} With them, the attention of all layers together has a speed of {speeds}."
+    return f"{first} With them, the attention of all layers together runs at {speeds} the speed of exact attention."
 
 
 def report(layers: Sequence[LayerPlan], length: int, max_error: float, show_all: bool) -> None:
-    """A table, a note and a conclusion."""
+    """Print a table, a note and a conclusion."""
     title = f"{len(layers)} layers on a text of {length:,} tokens"
     note = NOTE.format(margin=SAMPLE_MARGIN, max_error=max_error, names=", ".join(NAMES))
     lines = list(rows(layers, show_all))

@@ -1,4 +1,4 @@
-"""`subquad predict`: which class a trained model takes a picture for."""
+"""`subquad predict`: classify image files with a trained model."""
 
 import sys
 import warnings
@@ -12,19 +12,19 @@ from subquad_lab import RunError, UsageError
 from subquad_lab.experiments.images import Images
 from subquad_lab.experiments.stored import chosen, trained
 
-# What Pillow decodes by itself: for other kinds it may start programs, such as Ghostscript.
+# Formats that Pillow decodes itself; for others it may start programs such as Ghostscript.
 FORMATS = ("PNG", "JPEG", "BMP", "GIF", "PPM", "TIFF", "WEBP")
 CLEAR_POLARITY = 0.95  # mean of the training pictures, from -1 to 1, from which on one of the opposite is unusual
 
 
 def run(folder: str, files: list[str]) -> None:
-    """Print a line for each picture: its file, the most likely class, and the probability of that class.
+    """Print a line for each image: its file, the most likely class, and the probability of that class.
 
-    Files that cannot be read are named on the standard error, and the others are predicted.
+    Files that cannot be read are reported on standard error; the others are classified.
     """
     made, task = trained(chosen(Path(folder)))
     if not isinstance(task, Images):
-        raise UsageError(f"RUN: {made.folder} is not a run of an image model")
+        raise UsageError(f"RUN: expected a run of an image model, got {made.folder}")
     names, pictures, refused = [], [], []
     for file in files:
         try:
@@ -39,7 +39,7 @@ def run(folder: str, files: list[str]) -> None:
     for reason in refused:
         print("subquad: error:", " ".join(str(reason).split()), file=sys.stderr)
     if refused:
-        raise RunError(f"{len(refused)} of {len(files)} pictures cannot be read")
+        raise RunError(f"{len(refused)} of {len(files)} images cannot be read")
 
 
 def _predict(task: Images, names: list[str], pictures: Tensor) -> None:
@@ -51,7 +51,7 @@ def _predict(task: Images, names: list[str], pictures: Tensor) -> None:
         print(f"{name}: {task.pictures.classes[best]}, probability {float(row[best]):.3f}")
         if usual * found < 0:
             light, dark = ("light on dark", "dark on light")[::usual]
-            warnings.warn(f"{name} is {dark}, and the pictures that the model was trained on are {light}: invert it",
+            warnings.warn(f"{name} is {dark}, but the model was trained on images that are {light}; invert it",
                           stacklevel=2)  # fmt: skip
 
 
@@ -63,31 +63,32 @@ def polarity(pictures: Tensor) -> Tensor:
 
 
 def read_picture(path: Path, channels: int, height: int, width: int) -> Tensor:
-    """Bytes (channels, height, width): grey or coloured and resized, as the model's own pictures are."""
+    """Return bytes (channels, height, width), converted to the color mode and size of the model's training images."""
     from PIL import Image
 
     if not path.is_file():
-        raise UsageError(f"IMAGES: {path} is a folder" if path.is_dir() else f"IMAGES: there is no file {path}")
+        got = f"the folder {path}" if path.is_dir() else f"{path}, which does not exist"
+        raise UsageError(f"IMAGES: expected image files, got {got}")
     try:
         with Image.open(path, formats=FORMATS) as picture:
             limit = Image.MAX_IMAGE_PIXELS or 0
             if picture.width * picture.height > limit:
-                raise ValueError(f"{picture.width} x {picture.height} pixels; expected at most {limit:,}")
+                raise ValueError(f"expected at most {limit:,} pixels, got {picture.width} x {picture.height}")
             made = of_8_bits(picture).convert("RGB" if channels == 3 else "L")
             made = made.resize((width, height), Image.Resampling.BILINEAR)
-    except Exception as error:  # A decoder of pictures can fail in any way.
-        raise UsageError(f"IMAGES: {path} cannot be read as a picture: {error or type(error).__name__}") from error
+    except Exception as error:  # An image decoder can raise anything.
+        raise UsageError(f"IMAGES: {path} cannot be read as an image: {error or type(error).__name__}") from error
     return torch.frombuffer(bytearray(made.tobytes()), dtype=torch.uint8).view(height, width, channels).permute(2, 0, 1)
 
 
 def of_8_bits(picture: Any) -> Any:
-    """White where it is transparent; 16 bits scaled."""
+    """Return the image with 8 bits per channel, on a white background if it is transparent."""
     from PIL import Image
 
     if picture.mode.startswith("I;16"):
         return picture.point(lambda value: value / 256).convert("L")
     if picture.mode in ("I", "F"):
-        raise ValueError(f"pixels of the kind {picture.mode}; expected 8 or 16 bits")
+        raise ValueError(f"expected 8 or 16 bits per channel, got mode {picture.mode}")
     if picture.has_transparency_data:
         ink = picture.convert("RGBA")
         return Image.alpha_composite(Image.new("RGBA", ink.size, "white"), ink)

@@ -1,4 +1,4 @@
-"""`subquad report`: one page about runs."""
+"""`subquad report`: an HTML report about runs."""
 
 from pathlib import Path
 
@@ -10,10 +10,10 @@ from subquad_lab.training.run import Run, all_runs
 
 
 def run(folders: list[Path], root: Path, out: Path, theory: Path | None = None) -> None:
-    """The page about the given runs, or about all in `root`; with what `verify` has printed, if it is given."""
+    """Write a report about the given runs, or all runs in `root`, and the output of `verify --json` if given."""
     runs = [found for folder in folders for found in all_runs(folder) or [Run.open(folder)]] or all_runs(root)
     if not runs:
-        raise UsageError(f"RUN: expected at least one run in {root}, found none")
+        raise UsageError(f"RUN: expected at least one run in {root}, got none")
     try:
         write_whole(out, page(runs, [] if theory is None else claims(theory)).encode())
     except OSError as error:

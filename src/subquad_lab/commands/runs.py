@@ -1,4 +1,4 @@
-"""`subquad runs`: the runs that there are, in a table."""
+"""`subquad runs`: a table of all runs."""
 
 import warnings
 from pathlib import Path
@@ -17,11 +17,11 @@ def run(root: Path) -> None:
     if rows:
         Table(COLUMNS, rows).print()
     else:
-        print(f"no runs in {root}; `subquad train EXPERIMENT` makes one")
+        print(f"no runs in {root}; start one with `subquad train EXPERIMENT`")
 
 
 def row(run: Run, root: Path) -> tuple[str, ...]:
-    """The cells of a run; a warning says what is wrong with a damaged one."""
+    """Return the cells of a run; warn if it is damaged."""
     place = str(run.folder.relative_to(root))
     try:
         return (place, *cells(run))
@@ -31,7 +31,7 @@ def row(run: Run, root: Path) -> tuple[str, ...]:
 
 
 def cells(run: Run) -> tuple[str, ...]:
-    """All but the first."""
+    """Return all cells except the first."""
     about, result = run.about(), run.result()
     experiment, config = experiment_of(run)
     last = max((int(line["step"]) for line in run.metrics()), default=0)

@@ -1,8 +1,8 @@
-"""`subquad sweep`: many values of some fields, each a run; which are best?
+"""`subquad sweep`: search over values of config fields, one run per trial.
 
-A journal file in the folder holds the study, so that several processes share the trials, and a sweep that was stopped
-goes on. Who runs a trial holds its lock; a trial that is begun and not locked has lost its process, and the next one
-takes it over where its run was.
+A journal file in the folder holds the study, so that several processes can share the trials and an interrupted sweep
+can be resumed. The process that runs a trial holds its lock. A trial that has started but is not locked has lost its
+process; the next process resumes its run.
 """
 
 import json
@@ -34,7 +34,7 @@ Values = dict[str, list[Any]]  # by field
 
 @dataclass(frozen=True)
 class Search:
-    """What is searched, and where it is written."""
+    """The fields and values to search, and the output folder."""
 
     experiment: Experiment[Any]
     config: Training
@@ -43,19 +43,19 @@ class Search:
     span: Values
 
     def config_with(self, values: dict[str, Any], source: object) -> Training:
-        """The config of a trial."""
+        """Return the config of a trial."""
         made: Training = with_values(self.experiment, self.config, values, source)
         return made
 
 
 def run(experiment: Experiment[Any], config: Training, out: Path, trials: int, grid: Values, span: Values) -> None:
-    """Run trials until there are enough, and print them, the best first."""
+    """Run the remaining trials, then print all of them, best first."""
     refuse_several("sweep")
     config = settled(config)
     search = Search(experiment, config, out, grid, span)
     planned = check(search, trials)
     study = make_study(out, experiment.higher_is_better)
-    with locked(out, wait=True):  # Else two processes that begin at once would both plan the grid.
+    with locked(out, wait=True):  # Otherwise two processes that start together would both enqueue the grid.
         keep_to(study, out, {"experiment": experiment.name, "config": asdict(config), "grid": grid, "span": span})
         for values in planned:
             study.enqueue_trial(values, skip_if_exists=True)
@@ -67,35 +67,39 @@ def run(experiment: Experiment[Any], config: Training, out: Path, trials: int, g
 
 
 def check(search: Search, trials: int) -> list[dict[str, Any]]:
-    """Before anything is run: fields that exist, and values that fit them. All of a grid, where no span is searched."""
+    """Validate fields and values before anything runs.
+
+    Returns:
+        All combinations of the grid, or an empty list if there is a span to search.
+    """
     grid, span = search.grid, search.span
     if not grid and not span:
-        raise UsageError("--grid: expected --grid.FIELD A,B,C or --span.FIELD LOW,HIGH, found neither")
+        raise UsageError("--grid: expected --grid.FIELD A,B,C or --span.FIELD LOW,HIGH, got neither")
     if trials < 1:
-        raise UsageError(f"--trials: expected a whole number >= 1, found {trials}")
+        raise UsageError(f"--trials: expected a positive integer, got {trials}")
     if both := grid.keys() & span.keys():
-        raise UsageError(f"--span.{min(both)}: expected a field that is not in --grid too")
+        raise UsageError(f"--span.{min(both)}: expected either --grid or --span for a field, got both")
     for field, options in grid.items():
         for value in options:
             typed(search.experiment, {field: value}, f"--grid.{field}")
     for field, ends in span.items():
         if len(ends) != 2 or not all(isinstance(end, int | float) for end in ends) or not ends[0] < ends[1]:
-            raise UsageError(f"--span.{field}: expected two numbers, the lower first, found {ends}")
+            raise UsageError(f"--span.{field}: expected two numbers, the lower first, got {ends}")
         for end in ends:
             search.config_with({field: end}, f"--span.{field}")
     every = [dict(zip(grid, values, strict=True)) for values in product(*grid.values())]
     for values in every:
-        search.config_with(values, f"--grid: {values}")  # They must fit each other, too.
+        search.config_with(values, f"--grid: {values}")  # Values must also be valid in combination.
     return [] if span else every
 
 
 def keep_to(study: "Study", out: Path, plan: dict[str, Any]) -> None:
-    """A folder holds one sweep: figures of other configs are not its own."""
+    """Record the plan of the sweep, or raise if the folder holds a different sweep."""
     known = study.user_attrs.get("plan")
     if known is None:
         study.set_user_attr("plan", plan)
     elif known != json.loads(json.dumps(plan)):
-        raise UsageError(f"--out: {out} holds a sweep with another config, grid or span; expected a new folder")
+        raise UsageError(f"--out: {out} holds a sweep with another config, grid or span; use a new folder")
 
 
 def make_study(out: Path, higher_is_better: bool) -> "Study":
@@ -107,28 +111,28 @@ def make_study(out: Path, higher_is_better: bool) -> "Study":
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"--out: cannot make {out}: {error.strerror}") from error
+        raise UsageError(f"--out: cannot create {out}: {error.strerror}") from error
     storage = JournalStorage(JournalFileBackend(str(out / JOURNAL)))
     direction: Literal["maximize", "minimize"] = "maximize" if higher_is_better else "minimize"
     return optuna.create_study(study_name="sweep", storage=storage, direction=direction, load_if_exists=True)
 
 
 def claim(study: "Study", search: Search, most: int | None) -> tuple[int, dict[str, Any], ExitStack] | None:
-    """A trial that nobody runs, its values, and its lock; None if there is none left."""
+    """Return an unclaimed trial, its values and its lock, or None if no trial is left."""
     from optuna.samplers import TPESampler
     from optuna.trial import Trial, TrialState
 
     out, kinds = search.out, get_type_hints(search.experiment.config)
     whole = {field for field, kind in kinds.items() if float not in flat(kind)}
     with locked(out, wait=True):  # One process at a time looks for work.
-        # A seed for each trial: one for the study would draw the same again in each process, and after each stop.
+        # One seed per trial: a single seed would draw the same values again in each process and after each restart.
         study.sampler = TPESampler(seed=search.config.seed + len(study.trials))
         for frozen in study.get_trials(states=(TrialState.RUNNING,)):
             try:
                 held = hold(out, frozen.number)
             except UsageError:  # Its process is alive.
                 continue
-            # Where it was killed before all its values were drawn, the others are drawn now.
+            # If the process was killed before all values were drawn, the rest are drawn now.
             return frozen.number, drawn(Trial(study, frozen._trial_id), search, whole), held
         if count(study, TrialState.WAITING) == 0 and (most is None or len(study.trials) >= most):
             return None
@@ -137,7 +141,7 @@ def claim(study: "Study", search: Search, most: int | None) -> tuple[int, dict[s
 
 
 def drawn(trial: "Trial", search: Search, whole: set[str]) -> dict[str, Any]:
-    """The values of a trial; those that it has already stay."""
+    """Draw the values of a trial, keeping those drawn before."""
     values: dict[str, Any] = {
         field: trial.suggest_categorical(field, options) for field, options in search.grid.items()
     }
@@ -148,12 +152,12 @@ def drawn(trial: "Trial", search: Search, whole: set[str]) -> dict[str, Any]:
 
 
 def flat(kind: Any) -> tuple[Any, ...]:
-    """The types that a field may have."""
+    """Return the types that a field may have."""
     return get_args(kind) or (kind,)
 
 
 def hold(out: Path, number: int) -> ExitStack:
-    """The lock of a trial: taken now, given back when the result is closed."""
+    """Take the lock of a trial; closing the result releases it."""
     folder = out / "locks" / folder_of(number)
     folder.mkdir(parents=True, exist_ok=True)
     stack = ExitStack()
@@ -166,14 +170,14 @@ def folder_of(number: int) -> str:
 
 
 def finish(study: "Study", search: Search, number: int, values: dict[str, Any]) -> None:
-    """Train, and tell the study; a run that diverges is a failed trial."""
+    """Train and report the result to the study; a run that diverges is a failed trial."""
     from optuna.trial import TrialState
 
     folder = folder_of(number)
     try:
         print(f"{folder}: {', '.join(f'{field} {value}' for field, value in values.items())}", file=sys.stderr)
         made = train(search.experiment, search.config_with(values, "sweep"), search.out / folder)
-    except (Diverged, UsageError) as error:  # Of these values; a full disk is no fault of theirs, and ends the sweep.
+    except (Diverged, UsageError) as error:  # Caused by these values. Other errors, such as a full disk, end the sweep.
         print(f"{folder}: {error}")
         study.tell(number, state=TrialState.FAIL)
         return
@@ -185,7 +189,7 @@ def count(study: "Study", state: "TrialState") -> int:
 
 
 def show(study: "Study", search: Search) -> None:
-    """The trials, the best first, and a picture of their curves."""
+    """Print the trials, best first, and plot their learning curves."""
     from optuna.trial import TrialState
 
     experiment, out = search.experiment, search.out
@@ -205,4 +209,4 @@ def show(study: "Study", search: Search) -> None:
         print(out / "sweep.svg")
     failed, running = count(study, TrialState.FAIL), count(study, TrialState.RUNNING)
     if failed or running:
-        print(f"{failed} trials failed, {running} are run by another process")
+        print(f"{failed} trials failed, {running} are running in other processes")

@@ -1,6 +1,7 @@
-"""`subquad synthesize`: a folder like LJSpeech's from transcripts alone, spoken by espeak-ng.
+"""`subquad synthesize`: a speech data set in LJSpeech format from transcripts, synthesized by espeak-ng.
 
-A clip is whole or not there, and follows from its id, its text and the voices alone; so a stopped command goes on.
+Clips are written atomically and depend only on their id, their text and the voices, so an interrupted command can
+resume.
 """
 
 import io
@@ -23,31 +24,31 @@ from subquad_lab.system.files import locked, write_whole
 from subquad_lab.training.interruption import Interrupted, Interruption
 
 SPEEDS, PITCHES = (150, 190), (40, 60)
-SHORTEST = 0.1  # seconds of a clip
-TELL = 500  # clips between two lines of a log
-SHOWN = 12  # voices that a message names
+MIN_CLIP_SECONDS = 0.1
+CLIPS_PER_LOG_LINE = 500
+MAX_SHOWN_VOICES = 12  # in a message
 
 
 def run(metadata: str, out: str, voices: str, clips: int | None) -> None:
     table, folder = Path(metadata), Path(out)
     if not table.is_file():
-        what = "is no regular file" if table.exists() else "does not exist"
-        raise UsageError(f"METADATA: {table} {what}; expected a file with lines of id|text|normalised text")
+        what = "is not a regular file" if table.exists() else "does not exist"
+        raise UsageError(f"METADATA: {table} {what}; expected a file with lines of id|text|normalized text")
     if clips is not None and clips < 1:
-        raise UsageError(f"--clips: expected a whole number >= 1, found {clips}")
+        raise UsageError(f"--clips: expected a positive integer, got {clips}")
     lines = transcripts(table)[:clips]
     wanted = [line for line in lines if line.text.strip()]
-    faults = [f"{line.name}: {line.fault or 'has no text'}" for line in lines if not line.text.strip()]
+    faults = [f"{line.name}: {line.fault or 'the text is empty'}" for line in lines if not line.text.strip()]
     if not wanted:
-        why = faults[0] if faults else "expected id|text|normalised text"
-        raise UsageError(f"METADATA: {table} has no line that can be spoken: {why}")
+        why = faults[0] if faults else "expected id|text|normalized text"
+        raise UsageError(f"METADATA: {table} has no usable line: {why}")
     spoken = [voice.strip() for voice in voices.split(",")]
     with Speaker() as speaker:
         check_voices(speaker, spoken)
         try:
             (folder / "wavs").mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UsageError(f"OUT: cannot make {folder}: {error.strerror}") from error
+            raise UsageError(f"OUT: cannot create {folder}: {error.strerror}") from error
         with locked(folder):
             check_same(folder, wanted, spoken)
             remove_unfinished(folder)
@@ -60,12 +61,12 @@ def run(metadata: str, out: str, voices: str, clips: int | None) -> None:
                 made = [line for line in wanted if clip_of(folder, line).exists()]
                 describe(folder, made, spoken)
     left = len(lines) - len(made)
-    print(f"{folder}: {len(made):,} clips{f', {left:,} left out' if left else ''}; train with: "
+    print(f"{folder}: {len(made):,} clips{f', {left:,} skipped' if left else ''}; train with: "
           f"subquad train speech --data {folder}")  # fmt: skip
 
 
 def check_voices(speaker: Speaker, voices: list[str]) -> None:
-    """Each says a word, before anything is written."""
+    """Synthesize a word with each voice, so that unknown voices fail before anything is written."""
     for voice in voices:
         try:
             speaker.say("one", voice=voice)
@@ -73,45 +74,46 @@ def check_voices(speaker: Speaker, voices: list[str]) -> None:
             raise
         except ValueError as error:
             known = espeak.voices()
-            near = sorted(known, key=lambda name: (not name.startswith(voice[:2].lower()), name))[:SHOWN]
+            near = sorted(known, key=lambda name: (not name.startswith(voice[:2].lower()), name))[:MAX_SHOWN_VOICES]
             raise UsageError(f"--voices: espeak-ng has no voice {voice!r}; expected one of {', '.join(near)}, and "
                              f"{len(known) - len(near)} more, or a variant such as en-us+f4") from error  # fmt: skip
 
 
 def check_same(folder: Path, wanted: list[Transcript], voices: list[str]) -> None:
-    """A folder may grow; clips of other texts or voices stay out of it."""
+    """Raise if the folder holds clips of other texts or voices; adding clips is fine."""
     if not any((folder / "wavs").iterdir()) and not (folder / "metadata.csv").exists():
         return
     try:
         before, known = json.loads((folder / SYNTHETIC).read_text()), transcripts(folder / "metadata.csv")
     except (OSError, ValueError) as error:
-        raise UsageError(f"OUT: {folder} holds other files; expected a new folder") from error
-    if before != json.loads(json.dumps(manners(voices))):
-        raise UsageError(f"OUT: {folder} was made with other voices; expected the same, or a new folder")
+        raise UsageError(f"OUT: {folder} holds other files; use a new folder") from error
+    if before != json.loads(json.dumps(settings(voices))):
+        raise UsageError(f"OUT: {folder} was made with other voices; use the same voices or a new folder")
     texts = {line.name: line.text for line in wanted}
     for line in known:
         if texts.get(line.name, line.text) != line.text:
-            raise UsageError(f"OUT: {folder} was made from other texts: {line.name} says {line.text[:40]!r}, where "
-                             f"{texts[line.name][:40]!r} is wanted; expected the same, or a new folder")  # fmt: skip
+            raise UsageError(f"OUT: {folder} was made from other texts: expected {texts[line.name][:40]!r} for "
+                             f"{line.name}, got {line.text[:40]!r}; use a new folder")  # fmt: skip
     if missing := [line.name for line in known if line.name not in texts]:
-        found = f"{len(known):,} clips, of which {len(missing):,} are not wanted now (such as {missing[0]})"
-        raise UsageError(f"OUT: {folder} holds {found}; expected at least as many --clips, or a new folder")
+        raise UsageError(f"OUT: {folder} holds {len(known):,} clips, {len(missing):,} of which are not requested now "
+                         "(such "
+                         f"as {missing[0]}); use at least as many --clips or a new folder")  # fmt: skip
 
 
 def remove_unfinished(folder: Path) -> None:
-    """What a process that was killed had begun to write; the folder is locked, so nobody else is at it."""
+    """Remove partial files of a killed process; the folder is locked, so no other process is writing."""
     for path in [*folder.iterdir(), *(folder / "wavs").iterdir()]:
         if re.fullmatch(r"\..+\.(wav|csv|json)\.\d+", path.name):
             path.unlink()
 
 
-def manners(voices: list[str]) -> dict[str, Any]:
+def settings(voices: list[str]) -> dict[str, Any]:
     return {"by": "espeak-ng", "voices": voices, "speeds": SPEEDS, "pitches": PITCHES}
 
 
 def describe(folder: Path, lines: list[Transcript], voices: list[str]) -> None:
-    """What the clips follow from."""
-    write_whole(folder / SYNTHETIC, json.dumps(manners(voices), indent=1).encode())
+    """Write the metadata and the settings that the clips depend on."""
+    write_whole(folder / SYNTHETIC, json.dumps(settings(voices), indent=1).encode())
     table = "".join(f"{line.name}|{line.original}|{line.text}\n" for line in lines)
     write_whole(folder / "metadata.csv", table.encode())
 
@@ -121,7 +123,7 @@ def clip_of(folder: Path, line: Transcript) -> Path:
 
 
 def speak(speaker: Speaker, folder: Path, wanted: list[Transcript], voices: list[str]) -> None:
-    """Each clip that is not there yet, until a signal; what cannot be spoken is named."""
+    """Synthesize the missing clips until a signal arrives; warn about texts that cannot be synthesized."""
     console = Console(stderr=True)
     bar = Progress(TextColumn("clips"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), console=console,
                    disable=not console.is_terminal)  # fmt: skip
@@ -134,18 +136,18 @@ def speak(speaker: Speaker, folder: Path, wanted: list[Transcript], voices: list
             if not path.exists():
                 try:
                     samples = speaker.say(line.text, **manner(line.name, voices))
-                    if len(samples) < 2 * SHORTEST * speaker.rate:
-                        raise ValueError(f"there is nothing to say in {line.text[:40]!r}")
+                    if len(samples) < 2 * MIN_CLIP_SECONDS * speaker.rate:
+                        raise ValueError(f"nothing to pronounce in {line.text[:40]!r}")
                     write_whole(path, wav(samples, speaker.rate))
                 except ValueError as error:
                     console.print(f"subquad: warning: {line.name}: {error}", markup=False, soft_wrap=True)
             bar.update(shown, completed=i)
-            if bar.disable and (i % TELL == 0 or i == len(wanted)):
+            if bar.disable and (i % CLIPS_PER_LOG_LINE == 0 or i == len(wanted)):
                 print(f"{i:,} of {len(wanted):,} clips", file=sys.stderr, flush=True)
 
 
 def manner(name: str, voices: list[str]) -> dict[str, Any]:
-    """Of a clip: drawn from its id."""
+    """Return the voice, speed and pitch of a clip, drawn at random from its id."""
     draw = random.Random(name)
     return {"voice": draw.choice(voices), "speed": draw.randint(*SPEEDS), "pitch": draw.randint(*PITCHES)}
 

@@ -1,4 +1,4 @@
-"""`subquad train`: a new run, or a run that was stopped, up to its result."""
+"""`subquad train`: train a new run, or resume an interrupted one."""
 
 from pathlib import Path
 from typing import Any
@@ -13,28 +13,28 @@ from subquad_lab.training.seeds import Series, train
 
 
 def run(experiment: Experiment[Any] | None, config: Training | None, out: str, resume: str | None) -> None:
-    """Train in a new folder in `out`, or go on in the folder `resume`; then print the result."""
+    """Train in a new folder inside `out`, or resume the run in the folder `resume`; then print the result."""
     if resume is not None:
         print_result(train(*opened(Path(resume)), Path(resume)))
     elif experiment is not None and config is not None:
         print_result(train(experiment, config, Path(out), numbered=True))
     else:
-        raise UsageError("EXPERIMENT: expected an experiment, or --resume RUN, found neither")
+        raise UsageError("EXPERIMENT: expected an experiment or --resume RUN, got neither")
 
 
 def print_result(series: Series) -> None:
-    """What it has come to, and where it is; by the main process alone."""
+    """Print the result and where it is stored, in the main process only."""
     if not processes().is_main_process:
         return
-    over = f", mean of {len(series.runs)} seeds and 95 % interval" if len(series.runs) > 1 else ""
+    over = f", mean of {len(series.runs)} seeds and 95 % confidence interval" if len(series.runs) > 1 else ""
     print(f"test{over}: " + ", ".join(
         f"{figure.replace('_', '-')} {series.shown('test', figure)}" for figure in series.results[0]["test"]
     ))  # fmt: skip
     steps, seconds = (sum(result[what] for result in series.results) for what in ("steps", "seconds"))
     print(f"{series.folder}: {steps:,} steps, {seconds:,.0f} s; curves in {series.folder / CURVES}")
     if skipped := series.results[0].get("skipped"):
-        print(f"left out of the data: {skipped:,} clips, named in {series.runs[0].folder / 'skipped.json'}")
+        print(f"skipped {skipped:,} clips of the data, listed in {series.runs[0].folder / 'skipped.json'}")
     drawn = [path for run in series.runs for path in sorted(run.folder.glob("*.svg")) if path.name != CURVES]
     if drawn:
-        drawn = drawn[: len(drawn) // len(series.runs)]  # of the first seed
-        print(f"pictures: {', '.join(map(str, drawn))}")
+        drawn = drawn[: len(drawn) // len(series.runs)]  # those of the first seed
+        print(f"plots: {', '.join(map(str, drawn))}")

@@ -1,4 +1,4 @@
-"""`subquad verify`: the claims of the theory, checked here and now."""
+"""`subquad verify`: check the claims of the theory numerically."""
 
 import json
 import textwrap
@@ -15,13 +15,17 @@ from subquad_lab.system.files import write_whole
 from subquad_lab.theory import SUBJECTS, all_claims
 from subquad_lab.theory.claims import Check, Claim, Finding, Setting, shown
 
-COLUMNS = ("", "claim", "figure", "the mistake's", "verdict", "s")
+COLUMNS = ("", "claim", "measured", "common mistake", "verdict", "s")
 
 
 def run(which: list[str], as_json: bool, plots: str | None, seed: int, explain: bool) -> None:
-    """A table, or JSON, or derivations; RunError if a claim fails."""
+    """Check claims and print a table, JSON or derivations.
+
+    Raises:
+        RunError: If a claim fails.
+    """
     if not 0 <= seed < 2**32:
-        raise UsageError(f"--seed: expected a whole number from 0 to below 2^32, found {seed}")
+        raise UsageError(f"--seed: expected an integer in [0, 2^32), got {seed}")
     claims = chosen(which)
     folder = None if plots is None else made(plots)
     findings: dict[int, tuple[Finding, float]] = {}
@@ -51,14 +55,14 @@ def run(which: list[str], as_json: bool, plots: str | None, seed: int, explain: 
 
 
 def chosen(which: list[str]) -> list[Claim]:
-    """By subject or number; all if none is named."""
+    """Return the claims with the given subjects or numbers, or all of them."""
     known = all_claims()
     wanted: list[Claim] = []
     for name in which:
         found = [claim for claim in known if name in (claim.subject, str(claim.number))]
         if not found:
             numbers = f"{known[0].number} to {known[-1].number}"
-            raise UsageError(f"CLAIMS: expected {', '.join(SUBJECTS)}, or a number from {numbers}, found {name!r}")
+            raise UsageError(f"CLAIMS: expected {', '.join(SUBJECTS)}, or a number from {numbers}, got {name!r}")
         wanted += [claim for claim in found if claim not in wanted]
     return wanted or known
 
@@ -68,7 +72,7 @@ def made(plots: str) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"--plots: cannot make {folder}: {error.strerror}") from error
+        raise UsageError(f"--plots: cannot create {folder}: {error.strerror}") from error
     return folder
 
 
@@ -80,13 +84,13 @@ def keep(path: Path, picture: bytes) -> None:
 
 
 def first(finding: Finding, mistake: bool) -> Check | None:
-    """Of the claim, or of the mistake: the first check that fails to be as it should, else the first of all."""
+    """Return the first check with an unexpected outcome, or else the first check, of the claim or of the mistake."""
     checks = [check for check in finding.checks if check.is_mistake == mistake]
     return next((c for c in checks if c.holds == c.is_mistake), checks[0] if checks else None)
 
 
 def in_words(check: Check | None) -> str:
-    return "" if check is None else f"{check.what}: {shown(check)} ({check.said})"
+    return "" if check is None else f"{check.what}: {shown(check)} ({check.claimed})"
 
 
 def table(claims: list[Claim], findings: dict[int, tuple[Finding, float]]) -> Table:
@@ -104,7 +108,7 @@ def table(claims: list[Claim], findings: dict[int, tuple[Finding, float]]) -> Ta
 
 
 def line(claim: Claim, finding: Finding, seconds: float) -> str:
-    """For a log."""
+    """Return the result of a claim as one line, for logs and pipes."""
     mistake = first(finding, True)
     beside = f"; mistake: {in_words(mistake)}" if mistake else ""
     figure = in_words(first(finding, False))
@@ -112,7 +116,7 @@ def line(claim: Claim, finding: Finding, seconds: float) -> str:
 
 
 def explained(claim: Claim, finding: Finding) -> list[str]:
-    """The derivation, with the numbers of this run."""
+    """Return the derivation with the numbers of this run, as lines."""
     lines = [f"{claim.number}. {claim.statement}", f"   {claim.formula}"]
     if claim.mistake:
         lines.append(f"   Common mistake: {claim.mistake}")
@@ -121,17 +125,17 @@ def explained(claim: Claim, finding: Finding) -> list[str]:
         lines += textwrap.wrap(step, 110, initial_indent="   ", subsequent_indent="   ")
     lines.append("")
     for check in finding.checks:
-        of = "mistake, " if check.is_mistake else ""
-        lines.append(f"   {of}{in_words(check)}: {'holds' if check.holds else 'does not hold'}")
+        kind = "mistake, " if check.is_mistake else ""
+        lines.append(f"   {kind}{in_words(check)}: {'holds' if check.holds else 'does not hold'}")
     return [*lines, f"   Verdict: {finding.verdict}", ""]
 
 
 def record(claim: Claim, finding: Finding, seconds: float) -> dict[str, Any]:
-    """As JSON."""
+    """Return the result of a claim as a JSON object."""
     return {
         "number": claim.number, "subject": claim.subject, "statement": claim.statement, "formula": claim.formula,
         "mistake": claim.mistake, "verdict": finding.verdict, "holds": finding.holds, "seconds": round(seconds, 3),
         "derivation": finding.derivation,
-        "checks": [{"what": check.what, "found": check.found, "said": check.said, "holds": check.holds,
+        "checks": [{"what": check.what, "measured": check.measured, "claimed": check.claimed, "holds": check.holds,
                     "is_mistake": check.is_mistake} for check in finding.checks],
     }  # fmt: skip

@@ -1,1 +1,1 @@
-"""Data sets: an embedded one for every experiment, and loaders of the usual files."""
+"""Data sets: an embedded one for each experiment, and loaders for standard file formats."""

@@ -1,7 +1,7 @@
-"""Clips as the encoder sees them: features of each part, computed once and kept in the cache folder.
+"""Features of speech clips, computed once and kept in the cache folder.
 
-The name of a cached file follows from all that the features depend on; beside it is a checksum of its content. What is
-damaged, or deleted, is computed again. Above MAX_CACHED_BYTES, what was not used for the longest time is removed.
+The name of a cache file depends on everything that the features depend on, and a checksum of its content is stored next
+to it. Damaged or deleted files are computed again. Above MAX_CACHED_BYTES, the least recently used files are removed.
 """
 
 import hashlib
@@ -28,13 +28,13 @@ from subquad_lab.system.files import locked, made_whole, write_whole
 
 PARTS = ("train", "valid", "test")
 VERSION = 1  # of the features
-NAMED = 3  # clips that a warning names
-MAX_CACHED_BYTES = 8 << 30  # of all features together; those of LJSpeech, 24 hours, have 1.4 GB
-LONGEST = 60  # seconds of a clip, which is in a batch as a whole
+MAX_NAMED_CLIPS = 3  # in a warning
+MAX_CACHED_BYTES = 8 << 30  # of all features together; those of LJSpeech (24 hours) take 1.4 GB
+MAX_CLIP_SECONDS = 60  # A batch holds whole clips.
 
 
 class Utterance(NamedTuple):
-    """A clip before it is read. `sound` gives samples at 16 kHz, or ValueError."""
+    """A clip that is not loaded yet. `sound` returns samples at 16 kHz or raises ValueError."""
 
     name: str
     text: str
@@ -44,7 +44,7 @@ class Utterance(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """Features of all clips one after another, (frames, 80) in half precision, and where each ends."""
+    """The concatenated features of all clips, (frames, 80) in half precision, and the end of each clip."""
 
     frames: Tensor
     ends: Tensor
@@ -59,7 +59,7 @@ class Part:
 
     @property
     def lengths(self) -> Tensor:
-        """Frames of each clip."""
+        """Number of frames of each clip."""
         return self.ends.diff(prepend=self.ends.new_zeros(1))
 
 
@@ -70,16 +70,16 @@ class Clips:
     train: Part
     valid: Part
     test: Part
-    skipped: list[str] = field(default_factory=list)  # why, for each clip that was left out
+    skipped: list[str] = field(default_factory=list)  # the reason for each skipped clip
 
 
 def featured(name: str, parts: dict[str, list[Utterance]], how: object) -> Clips:
-    """Features of the clips that can be used; a warning says which cannot.
+    """Return the features of all usable clips; warn about the others.
 
     Args:
-        name: Of the data.
-        parts: The clips of each part.
-        how: All else that the sound follows from.
+        name: Name of the data set.
+        parts: Clips of each part.
+        how: Everything else that the audio depends on, for the cache key.
     """
     known: dict[Path, str] = {}
     described = [
@@ -90,20 +90,21 @@ def featured(name: str, parts: dict[str, list[Utterance]], how: object) -> Clips
         path = cache_folder() / SPEECH / f"{key[:32]}.safetensors"
         path.parent.mkdir(parents=True, exist_ok=True)
     except (OSError, RuntimeError) as error:  # such as a user without a home
-        warnings.warn(f"features are not kept: {error}", stacklevel=2)
+        warnings.warn(f"features are not cached: {error}", stacklevel=2)
         found = _computed(name, parts)
     else:
-        with locked(path.parent, wait=True):  # Of several processes one computes, and the others read.
+        with locked(path.parent, wait=True):  # One process computes; the others wait and read.
             found = _read(path, name) or _kept(path, _computed(name, parts), parts)
     for part in PARTS:
         if not len(getattr(found, part)):
             reason = found.skipped[0] if found.skipped else "there are none"
-            raise UsageError(f"--data: the {part} part of {name} has no clips that can be used: {reason}")
+            raise UsageError(f"--data: the {part} part of {name} has no usable clips: {reason}")
     if found.skipped:
         total = sum(map(len, parts.values()))
-        more = f"; and {len(found.skipped) - NAMED:,} more" if len(found.skipped) > NAMED else ""
-        warnings.warn(f"{len(found.skipped):,} of {total:,} clips of {name} are left out: "
-                      f"{'; '.join(found.skipped[:NAMED])}{more}", stacklevel=2)  # fmt: skip
+        others = len(found.skipped) - MAX_NAMED_CLIPS
+        more = f"; and {others:,} more" if others > 0 else ""
+        warnings.warn(f"skipped {len(found.skipped):,} of {total:,} clips of {name}: "
+                      f"{'; '.join(found.skipped[:MAX_NAMED_CLIPS])}{more}", stacklevel=2)  # fmt: skip
     return found
 
 
@@ -126,7 +127,7 @@ def _computed(name: str, parts: dict[str, list[Utterance]]) -> Clips:
         for utterance in track(parts[part], f"features, {part}", console=console, disable=not console.is_terminal):
             try:
                 frames.append(_features(utterance))
-            except UsageError:  # is no matter of this clip
+            except UsageError:  # not specific to this clip
                 raise
             except ValueError as error:
                 skipped.append(f"{utterance.name}: {error}")
@@ -142,10 +143,10 @@ def _computed(name: str, parts: dict[str, list[Utterance]]) -> Clips:
 def _features(utterance: Utterance) -> Tensor:
     samples = utterance.sound()
     if not utterance.text.strip():
-        raise ValueError("has no text")
+        raise ValueError("the text is empty")
     made = features(samples)
-    if len(made) * STEP > LONGEST * SAMPLES:
-        raise ValueError(f"lasts {len(made) * STEP / SAMPLES:,.0f} s; expected at most {LONGEST} s")
+    if len(made) * STEP > MAX_CLIP_SECONDS * SAMPLES:
+        raise ValueError(f"expected at most {MAX_CLIP_SECONDS} s, got {len(made) * STEP / SAMPLES:,.0f} s")
     return made
 
 
@@ -159,9 +160,10 @@ def _checksum_of(parts: dict[str, Part]) -> str:
 
 
 def _kept(path: Path, clips: Clips, parts: dict[str, list[Utterance]]) -> Clips:
-    """Written, unless something was left out that another try may bring: only files stay as they are.
+    """Write the features to the cache and return them.
 
-    A cache that cannot be written is done without.
+    They are not cached if a clip without a file was skipped, because synthesizing it may work next time. An unwritable
+    cache only causes a warning.
     """
     from safetensors.torch import save_file
 
@@ -176,13 +178,13 @@ def _kept(path: Path, clips: Clips, parts: dict[str, list[Utterance]]) -> Clips:
             save_file(tensors, temporary, described)
         write_whole(path.with_suffix(".sha256"), _checksum(path, {}).encode())
     except OSError as error:
-        warnings.warn(f"{path.parent}: features are not kept: {error.strerror}", stacklevel=2)
+        warnings.warn(f"{path.parent}: features are not cached: {error.strerror}", stacklevel=2)
     trim_speech(path.parent, MAX_CACHED_BYTES, path)
     return clips
 
 
 def _read(path: Path, name: str) -> Clips | None:
-    """None where there is nothing, or something that is not whole."""
+    """Return the cached features, or None if they are missing or damaged."""
     from safetensors import SafetensorError, safe_open
 
     try:

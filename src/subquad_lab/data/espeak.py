@@ -1,9 +1,9 @@
-"""Speech from text by espeak-ng, from the optional package `espeakng-loader`: the same sound for the same text.
+"""Reproducible speech synthesis by espeak-ng, from the optional package `espeakng-loader`.
 
-The library remembers what it has said before, in ways that no call of it resets; so each text is spoken by a fork of a
-process that has never spoken. This file is that process, `python -m subquad_lab.data.espeak`, and the way to ask it:
+The library keeps state between calls that cannot be reset, so each text is synthesized in a fork of a process that has
+not synthesized anything yet. This module is that process, `python -m subquad_lab.data.espeak`, and its client:
 
-    a line of JSON: text, voice, speed, pitch  ->  the number of bytes (4, little endian), then samples of 16 bits
+    a line of JSON: text, voice, speed, pitch  ->  the number of bytes (4, little endian), then 16-bit samples
 """
 
 import ctypes
@@ -20,13 +20,13 @@ from typing import Any, Self
 
 from subquad_lab import RunError, UsageError
 
-SYNCHRONOUS, DONT_EXIT, UTF8 = 2, 0x8000, 1  # of espeak's speak_lib.h
+SYNCHRONOUS, DONT_EXIT, UTF8 = 2, 0x8000, 1  # from espeak's speak_lib.h
 SPEED, PITCH = 1, 3
 FAILED = 2**32 - 1
 
 
 class Speaker:
-    """A process that speaks; it begins with the first text."""
+    """A speech synthesis process, started with the first text."""
 
     rate = 22_050
     process: subprocess.Popen[bytes] | None = None
@@ -39,14 +39,20 @@ class Speaker:
             self.process.communicate()
 
     def say(self, text: str, voice: str = "en-us", speed: int = 175, pitch: int = 50) -> bytes:
-        """Samples of 16 bits; ValueError where espeak does not know the voice.
+        """Synthesize a text.
 
         Args:
-            text: What is said.
-            voice: A name of espeak's, such as en-us, en-gb-scotland, en-us+f4. Variants with breath in them, such as
-                f2, f3, f5 and whisper, are noise in part and never say the same twice.
+            text: Text to synthesize.
+            voice: espeak voice, such as en-us, en-gb-scotland or en-us+f4. Breathy variants such as f2, f3, f5 and
+                whisper contain random noise and are not reproducible.
             speed: Words per minute.
-            pitch: From 0 to 99.
+            pitch: Pitch from 0 to 99.
+
+        Returns:
+            16-bit samples.
+
+        Raises:
+            ValueError: If espeak does not know the voice.
         """
         if self.process is None:
             self.process = _started()
@@ -57,17 +63,17 @@ class Speaker:
             self.process.stdin.flush()
             (size,) = struct.unpack("<I", self.process.stdout.read(4))
         except (OSError, struct.error) as error:
-            raise RunError("espeak-ng has ended before it had spoken") from error
+            raise RunError("espeak-ng exited before producing audio") from error
         if size == FAILED:
-            raise ValueError(f"espeak-ng cannot say {text[:40]!r} as {voice!r}")
+            raise ValueError(f"espeak-ng cannot synthesize {text[:40]!r} with the voice {voice!r}")
         samples = self.process.stdout.read(size)
         if len(samples) < size:
-            raise RunError("espeak-ng has ended while it spoke")
+            raise RunError("espeak-ng exited while producing audio")
         return samples
 
 
 def voices() -> list[str]:
-    """The names of all languages and accents, without variants such as +f4: those of espeak's files."""
+    """Return the names of all espeak voices, without variants such as +f4."""
     import espeakng_loader
 
     places = Path(espeakng_loader.get_data_path()) / "lang"
@@ -75,20 +81,22 @@ def voices() -> list[str]:
 
 
 def version() -> str:
-    """Of the package that brings espeak-ng; other versions say other sounds."""
+    """Return the version of the package that contains espeak-ng; the audio depends on it."""
     return metadata.version("espeakng-loader") if find_spec("espeakng_loader") is not None else "missing"
 
 
 def _started() -> subprocess.Popen[bytes]:
     if find_spec("espeakng_loader") is None:
-        raise UsageError("espeak-ng, which speaks, is missing; install it with: pip install 'subquad[speech]'")
-    command = [sys.executable, "-P", "-m", "subquad_lab.data.espeak"]  # -P: nothing from the current folder
-    # A group of its own: Ctrl-C is for the one who asks, who then ends this process too.
+        raise UsageError(
+            "espeak-ng (speech synthesis) is not installed; install it with: pip install 'subquad[speech]'"
+        )
+    command = [sys.executable, "-P", "-m", "subquad_lab.data.espeak"]  # -P: import nothing from the current folder
+    # In its own session: Ctrl-C reaches only the client, which then ends this process.
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
 
 
 def main() -> None:
-    """Answer requests until there are no more."""
+    """Answer requests until standard input is closed."""
     import espeakng_loader
 
     library = ctypes.CDLL(espeakng_loader.get_library_path())
@@ -99,12 +107,12 @@ def main() -> None:
             answer = struct.pack("<I", FAILED) if said is None else struct.pack("<I", len(said)) + said
             sys.stdout.buffer.write(answer)
             sys.stdout.buffer.flush()
-    except BrokenPipeError:  # The one who asked is gone.
+    except BrokenPipeError:  # The client is gone.
         os._exit(0)
 
 
 def _forked(library: Any, line: bytes) -> bytes | None:
-    """What a fork says, which has never spoken; None if it fails."""
+    """Return the samples synthesized in a fresh fork, or None if it fails."""
     source, sink = os.pipe()
     child = os.fork()
     if child == 0:
@@ -121,7 +129,7 @@ def _forked(library: Any, line: bytes) -> bytes | None:
 
 
 def speak(library: Any, text: str, voice: str, speed: int, pitch: int) -> bytes:
-    """In the fork: once."""
+    """Synthesize one text, in the fork."""
     parts: list[bytes] = []
 
     def heard(samples: Any, count: int, _: Any) -> int:
@@ -130,7 +138,7 @@ def speak(library: Any, text: str, voice: str, speed: int, pitch: int) -> bytes:
         return 0
 
     kind = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.POINTER(ctypes.c_short), ctypes.c_int, ctypes.c_void_p)
-    called = kind(heard)  # It must live as long as it may be called.
+    called = kind(heard)  # Keep a reference as long as it may be called.
     library.espeak_SetSynthCallback(called)
     content = text.encode() + b"\0"
     size = ctypes.c_size_t(len(content))

@@ -1,12 +1,12 @@
-"""Graphs whose nodes have features and classes: which nodes are for training, and where it all came from.
+"""Graphs with node features and classes, split into training, validation and test nodes.
 
-    embedded    Zachary's karate club, which comes with torch_geometric
-    a folder    Planetoid's files ind.NAME.{x,tx,allx,y,ty,ally,graph,test.index}, there or in raw/ or */raw/; or
-                ind.NAME.x itself, where there are several
-    NAME.npz    what such a folder was converted to
+    embedded    Zachary's karate club, from torch_geometric
+    a folder    Planetoid files ind.NAME.{x,tx,allx,y,ty,ally,graph,test.index} in the folder, raw/ or */raw/; if there
+                are several graphs, pass ind.NAME.x itself
+    NAME.npz    a converted Planetoid graph
 
-Planetoid's files are pickles of Python 2, which are read as data alone, see `pickles`, and converted once, to an npz
-file in the cache folder.
+Planetoid files are Python 2 pickles. They are read as data without executing them (see `pickles`), and converted once
+to an npz file in the cache folder.
 """
 
 import hashlib
@@ -30,22 +30,22 @@ from subquad_lab.system.files import write_whole
 from subquad_lab.system.memory import room
 
 FILES = ("x", "tx", "allx", "y", "ty", "ally", "graph", "test.index")
-VALID = 500  # nodes of Planetoid's validation part
+VALIDATION_NODES = 500  # of Planetoid
 ARRAYS = ("features", "edges", "classes", "train", "valid", "test")
-MOST_CLASSES = 255
-CLUB_TEST = 20  # of the 34 members of the karate club; 4 are for training
+MAX_CLASSES = 255
+CLUB_TEST_NODES = 20  # of the 34 nodes of the karate club; 4 are for training
 
 
 @dataclass(frozen=True)
 class Graph:
-    """n nodes; edges lead both ways and never from a node to itself."""
+    """A graph of n nodes, with every edge in both directions and no self-loops."""
 
     name: str
-    checksum: str  # SHA-256 of all that follows
+    checksum: str  # SHA-256 of the fields below
     features: Tensor  # (n, f)
     edges: Tensor  # (2, e): from, to
-    classes: Tensor  # (n); -1: unknown
-    train: Tensor  # numbers of nodes
+    classes: Tensor  # (n); -1 if unknown
+    train: Tensor  # node indices
     valid: Tensor
     test: Tensor
 
@@ -55,33 +55,33 @@ class Graph:
 
 
 def load_graph(data: str | None = None) -> Graph:
-    """The embedded graph, or what a file or folder holds."""
+    """Load the embedded graph, or one from a file or folder."""
     if data is None:
         return _graph("karate club", _karate_club(), "torch_geometric")
     path = Path(data)
     if path.is_file() and path.suffix == ".npz":
         return _graph(path.stem, read_npz(path, list(ARRAYS)), path)
     if not path.exists():
-        raise UsageError(f"--data: there is no file or folder {path}")
+        raise UsageError(f"--data: no such file or folder: {path}")
     files = _files(path)
     name = files["x"].name.split(".")[1]
     contents = {what: _read(file) for what, file in files.items()}
     digest = hashlib.sha256(b"".join(hashlib.sha256(content).digest() for content in contents.values())).hexdigest()
     converted = cache_folder() / GRAPHS / f"{name}-{digest[:16]}.npz"
-    with suppress(UsageError):  # It is not there yet, or is damaged.
+    with suppress(UsageError):  # It does not exist yet, or is damaged.
         return _graph(name, read_npz(converted, list(ARRAYS)), converted)
     arrays = planetoid(contents, files)
-    graph = _graph(name, arrays, files["graph"])  # All is checked before it is written.
+    graph = _graph(name, arrays, files["graph"])  # validated before it is cached
     buffer = io.BytesIO()
     np.savez_compressed(buffer, allow_pickle=True, **arrays)
-    with suppress(OSError):  # Without a cache it is converted each time.
+    with suppress(OSError):  # Without a cache, the graph is converted each time.
         converted.parent.mkdir(parents=True, exist_ok=True)
         write_whole(converted, buffer.getvalue())
     return graph
 
 
 def _karate_club() -> dict[str, np.ndarray]:
-    """The four members whom torch_geometric has chosen are for training; of the others the order is drawn once."""
+    """Return the karate club with torch_geometric's four training nodes; the others are split at random, once."""
     from torch_geometric.datasets import KarateClub
 
     club = KarateClub()[0]
@@ -89,7 +89,7 @@ def _karate_club() -> dict[str, np.ndarray]:
     others = others[torch.randperm(len(others), generator=torch.Generator().manual_seed(0))]
     arrays = {
         "features": club.x, "edges": club.edge_index, "classes": club.y, "train": torch.nonzero(club.train_mask)[:, 0],
-        "valid": others[CLUB_TEST:].sort().values, "test": others[:CLUB_TEST].sort().values,
+        "valid": others[CLUB_TEST_NODES:].sort().values, "test": others[:CLUB_TEST_NODES].sort().values,
     }  # fmt: skip
     return {name: array.numpy() for name, array in arrays.items()}
 
@@ -98,14 +98,14 @@ def _karate_club() -> dict[str, np.ndarray]:
 
 
 def _files(path: Path) -> dict[str, Path]:
-    """All that belong to ind.NAME.x: that file, or the one that a folder has."""
+    """Return all files that belong to ind.NAME.x, given that file or its folder."""
     places = [path, path / "raw", *(inner for inner in sorted(path.glob("*/raw")) if inner.is_dir())]
     found = [path] if path.is_file() else [file for place in places for file in sorted(place.glob("ind.*.x"))]
     if len(found) > 1:
-        raise UsageError(f"--data: {path} has several graphs; expected one of {', '.join(map(str, found))}")
+        raise UsageError(f"--data: {path} has several graphs; choose one of {', '.join(map(str, found))}")
     if not found or not re.fullmatch(r"ind\.[^.]+\.x", found[0].name):
         raise UsageError(
-            f"--data: {path}: expected an npz file, ind.NAME.x, or a folder with it, in its raw/ or in */raw/"
+            f"--data: {path}: expected an npz file, ind.NAME.x, or a folder with ind.NAME.x in it, in raw/ or in */raw/"
         )
     begin = found[0].name.removesuffix("x")
     files = {what: found[0].with_name(begin + what) for what in FILES}
@@ -123,9 +123,9 @@ def _read(path: Path) -> bytes:
 
 
 def planetoid(contents: dict[str, bytes], files: dict[str, Path]) -> dict[str, np.ndarray]:
-    """Nodes in order: those of allx, then the test nodes, which are listed in another order than they are stored.
+    """Convert Planetoid files to arrays: first the nodes of allx, then the test nodes in the order of test.index.
 
-    Test nodes that the list leaves out have no edges and are in no file (Citeseer has 15): their features are 0, and
+    Test nodes that the index omits have no edges and appear in no file (Citeseer has 15); their features are 0 and
     their class is unknown.
     """
     held = {what: unpickle(contents[what], files[what]) for what in FILES[:-1]}
@@ -136,23 +136,23 @@ def planetoid(contents: dict[str, bytes], files: dict[str, Path]) -> dict[str, n
     for what, of in (("x", "y"), ("tx", "ty"), ("allx", "ally")):
         if len(matrices[what]) != len(chosen[of]):
             raise UsageError(f"--data: {files[of]}: expected {len(matrices[what])} rows as in {files[what].name}, "
-                             f"found {len(chosen[of])}")  # fmt: skip
+                             f"got {len(chosen[of])}")  # fmt: skip
         if matrices[what].shape[1] != matrices["allx"].shape[1]:
-            raise UsageError(f"--data: {files[what]}: expected {matrices['allx'].shape[1]} features, found "
+            raise UsageError(f"--data: {files[what]}: expected {matrices['allx'].shape[1]} features, got "
                              f"{matrices[what].shape[1]}")  # fmt: skip
     if len(listed) != len(matrices["tx"]) or len(set(listed)) != len(listed) or min(listed, default=-1) < before:
         raise UsageError(f"--data: {files['test.index']}: expected {len(matrices['tx'])} different numbers >= {before}")
     for part, whole, found in (("x", "allx", matrices), ("y", "ally", chosen)):
         if not np.array_equal(found[part], found[whole][: len(found[part])]):
             raise UsageError(f"--data: {files[part]}: expected the first rows of {files[whole].name}")
-    if len(matrices["x"]) + VALID > before:
+    if len(matrices["x"]) + VALIDATION_NODES > before:
         raise UsageError(
-            f"--data: {files['allx']}: expected at least {len(matrices['x']) + VALID} rows, found {before}"
+            f"--data: {files['allx']}: expected at least {len(matrices['x']) + VALIDATION_NODES} rows, got {before}"
         )
     nodes = max(listed) + 1
     if nodes > 2 * (before + len(listed)):
         count = before + len(listed)
-        raise UsageError(f"--data: {files['test.index']}: node {nodes - 1} is far above the {count} listed")
+        raise UsageError(f"--data: {files['test.index']}: expected about {count} nodes, got node {nodes - 1}")
     features = np.zeros((nodes, matrices["allx"].shape[1]), np.float32)
     classes = np.full(nodes, -1, np.int64)
     features[:before], classes[:before] = matrices["allx"], chosen["ally"]
@@ -161,7 +161,7 @@ def planetoid(contents: dict[str, bytes], files: dict[str, Path]) -> dict[str, n
     train = np.arange(len(matrices["x"]))
     return {
         "features": features, "edges": edges, "classes": classes, "train": train,
-        "valid": np.arange(len(train), len(train) + VALID), "test": np.sort(np.array(listed)),
+        "valid": np.arange(len(train), len(train) + VALIDATION_NODES), "test": np.sort(np.array(listed)),
     }  # fmt: skip
 
 
@@ -169,19 +169,19 @@ def _numbers(content: bytes, path: Path) -> list[int]:
     try:
         return [int(line) for line in content.decode("ascii").split()]
     except ValueError as error:
-        raise UsageError(f"--data: {path}: expected a whole number on each line: {error}") from error
+        raise UsageError(f"--data: {path}: expected an integer on each line: {error}") from error
 
 
 def _features(found: Any, path: Path) -> np.ndarray:
-    """A sparse matrix, made whole."""
+    """Return a pickled sparse matrix as a dense one."""
     from scipy.sparse import csr_matrix
 
     if not isinstance(found, PickledMatrix):
-        raise UsageError(f"--data: {path}: expected a sparse matrix, found {named(found)}")
+        raise UsageError(f"--data: {path}: expected a sparse matrix, got {named(found)}")
     try:
         rows, columns = (int(size) for size in found.state["_shape"])
         if 16 * rows * columns > room():
-            raise UsageError(f"--data: {path}: this machine has no room for {rows:,} x {columns:,} features")
+            raise UsageError(f"--data: {path}: {rows:,} x {columns:,} features do not fit into memory")
         parts = tuple(found.state[name].values() for name in ("data", "indices", "indptr"))
         matrix = csr_matrix(parts, shape=(rows, columns))
         matrix.check_format(full_check=True)
@@ -189,38 +189,38 @@ def _features(found: Any, path: Path) -> np.ndarray:
         return dense
     except UsageError:
         raise
-    except Exception as error:  # Its parts can be anything, and scipy then fails in any way.
-        raise UsageError(f"--data: {path}: is no whole sparse matrix: {type(error).__name__}: {error}") from error
+    except Exception as error:  # For malformed parts, scipy can raise anything.
+        raise UsageError(f"--data: {path}: malformed sparse matrix: {type(error).__name__}: {error}") from error
 
 
 def _classes(found: Any, path: Path) -> np.ndarray:
-    """Rows with a 1 in the place of the class; a row of zeros is unknown."""
+    """Return the classes of one-hot rows; a row of zeros is unknown (-1)."""
     if not isinstance(found, PickledArray):
-        raise UsageError(f"--data: {path}: expected an array, found {named(found)}")
+        raise UsageError(f"--data: {path}: expected an array, got {named(found)}")
     try:
         table = found.values()
-    except Exception as error:  # Its parts can be anything.
-        raise UsageError(f"--data: {path}: is no whole array: {error}") from error
+    except Exception as error:  # For malformed parts, numpy can raise anything.
+        raise UsageError(f"--data: {path}: malformed array: {error}") from error
     if table.ndim != 2 or not table.shape[1] or not np.isin(table, (0, 1)).all() or (table.sum(1) > 1).any():
-        raise UsageError(f"--data: {path}: expected rows of zeros with at most one 1, found an array {table.shape}")
+        raise UsageError(f"--data: {path}: expected one-hot rows, got an array of shape {table.shape}")
     return np.where(table.any(1), table.argmax(1), -1)
 
 
 def _edges(found: Any, nodes: int, path: Path, size: int) -> np.ndarray:
-    """Both ways, each once, none from a node to itself; `size` is that of the file in bytes."""
+    """Return each edge once in both directions, without self-loops; `size` is the file size in bytes."""
     if not isinstance(found, dict) or not all(isinstance(near, list) for near in found.values()):
-        raise UsageError(f"--data: {path}: expected the neighbours of each node, found {named(found)}")
-    if sum(map(len, found.values())) > size:  # Each takes a byte at least, unless one list is used again and again.
-        raise UsageError(f"--data: {path}: expected the neighbours of each node in a list of its own")
+        raise UsageError(f"--data: {path}: expected a list of neighbors for each node, got {named(found)}")
+    if sum(map(len, found.values())) > size:  # An entry takes at least a byte, unless lists are shared between nodes.
+        raise UsageError(f"--data: {path}: expected a separate list of neighbors for each node")
     pairs = [(node, other) for node, near in found.items() for other in near]
     if not all(type(end) is int and 0 <= end < nodes for pair in pairs for end in pair):
-        raise UsageError(f"--data: {path}: expected numbers of nodes from 0 to below {nodes}")
+        raise UsageError(f"--data: {path}: expected node numbers in [0, {nodes})")
     ends = np.array(pairs, np.int64).reshape(-1, 2)
     ends = ends[ends[:, 0] != ends[:, 1]]
     return np.unique(np.concatenate([ends, ends[:, ::-1]]), axis=0).T.copy()
 
 
-# --- What it must be ----------------------------------------------------------------------------------------------
+# --- Validation ---------------------------------------------------------------------------------------------------
 
 
 def _graph(name: str, arrays: dict[str, np.ndarray], where: object) -> Graph:
@@ -229,29 +229,30 @@ def _graph(name: str, arrays: dict[str, np.ndarray], where: object) -> Graph:
     for what, (kind, dimensions) in kinds.items():
         array = arrays[what]
         if array.dtype.kind not in kind or array.ndim != dimensions or (not array.size and what != "edges"):
-            raise UsageError(f"--data: {where}: {what}: expected {'numbers' if 'f' in kind else 'whole numbers'} in "
-                             f"{dimensions} dimensions, found {array.dtype} {array.shape}")  # fmt: skip
+            raise UsageError(f"--data: {where}: {what}: expected {'numbers' if 'f' in kind else 'integers'} in "
+                             f"{dimensions} dimensions, got {array.dtype} {array.shape}")  # fmt: skip
     nodes = len(arrays["features"])
     if len(arrays["edges"]) != 2 or len(arrays["classes"]) != nodes:
-        raise UsageError(f"--data: {where}: expected (2, edges) and a class for each of {nodes} nodes, found "
+        raise UsageError(f"--data: {where}: expected (2, edges) and a class for each of {nodes} nodes, got "
                          f"{arrays['edges'].shape} and {arrays['classes'].shape}")  # fmt: skip
     for what in ("edges", "train", "valid", "test"):
         if arrays[what].size and not 0 <= arrays[what].min() <= arrays[what].max() < nodes:
-            raise UsageError(f"--data: {where}: {what}: expected numbers of nodes from 0 to below {nodes}")
+            raise UsageError(f"--data: {where}: {what}: expected node numbers in [0, {nodes})")
     for what in ("train", "valid", "test"):
         if arrays["classes"][arrays[what]].min() < 0:
-            raise UsageError(f"--data: {where}: {what}: expected nodes whose class is known")
+            raise UsageError(f"--data: {where}: {what}: expected nodes with known classes only")
     known = arrays["classes"][arrays["train"]]
-    if known.max() > MOST_CLASSES or arrays["classes"].max() > known.max():
-        raise UsageError(f"--data: {where}: classes: expected at most {MOST_CLASSES}, and none that no training node "
-                         f"has; found {arrays['classes'].max()}")  # fmt: skip
+    if known.max() > MAX_CLASSES or arrays["classes"].max() > known.max():
+        raise UsageError(f"--data: {where}: classes: expected at most {MAX_CLASSES}, and only classes of training "
+                         "nodes, "
+                         f"got {arrays['classes'].max()}")  # fmt: skip
     parts = np.concatenate([arrays[what] for what in ("train", "valid", "test")])
     if len(np.unique(parts)) != len(parts):
-        raise UsageError(f"--data: {where}: train, valid, test: expected each node in one part, once")
+        raise UsageError(f"--data: {where}: train, valid, test: expected each node at most once, in one part")
     ends = arrays["edges"].T
     if len(np.unique(ends, axis=0)) != len(ends) or (ends[:, 0] == ends[:, 1]).any() or not np.array_equal(
         np.unique(ends, axis=0), np.unique(ends[:, ::-1], axis=0)):  # fmt: skip
-        raise UsageError(f"--data: {where}: edges: expected both ways, each once, and none from a node to itself")
+        raise UsageError(f"--data: {where}: edges: expected each edge once in both directions, without self-loops")
     tensors = {what: torch.from_numpy(np.ascontiguousarray(arrays[what])) for what in ARRAYS}
     tensors = {what: tensor.float() if what == "features" else tensor.long() for what, tensor in tensors.items()}
     if not tensors["features"].isfinite().all():

@@ -1,10 +1,11 @@
-"""Pictures with classes: three parts, and where they came from.
+"""Labeled images, split into training, validation and test set.
 
-    embedded    the handwritten digits that come with scikit-learn, 8x8, resized to 28x28
-    NAME.npz    MedMNIST's layout: {train,val,test}_{images,labels}
-    a folder    MNIST's layout: {train,t10k}-{images-idx3,labels-idx1}-ubyte, also *.gz, there or in raw/ or NAME/raw/
+    embedded    scikit-learn's handwritten digits, 8x8, resized to 28x28
+    NAME.npz    MedMNIST format: {train,val,test}_{images,labels}
+    a folder    MNIST format: {train,t10k}-{images-idx3,labels-idx1}-ubyte, optionally .gz, in the folder, raw/ or
+                NAME/raw/
 
-Nothing is unpickled. What does not fit is named: key, shape, kind, range.
+Nothing is unpickled. Errors name the key, shape, type or range that is wrong.
 """
 
 import gzip
@@ -24,9 +25,9 @@ from subquad_lab.data.npz import read_npz
 from subquad_lab.system.memory import room
 
 PARTS = ("train", "valid", "test")
-SIDE = 28  # to which the embedded digits are resized
+DIGIT_SIDE = 28  # to which the embedded digits are resized
 OCT, OCT_MD5 = "OCTMNIST", "c68d92d5b585d8d81f7112f81e2d0842"
-PUBLISHED_TEST = (182, 55, 42, 250)  # the first images of each class, of which published OCTMNIST figures are
+PUBLISHED_TEST = (182, 55, 42, 250)  # first images of each class, on which the published OCTMNIST results are based
 FASHION = ["T-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "boot"]
 CLASSES = {
     OCT: ["CNV", "DME", "drusen", "normal"],
@@ -34,15 +35,15 @@ CLASSES = {
     "fashion-mnist": FASHION,
     "FashionMNIST": FASHION,
 }
-Part = tuple[Tensor, Tensor]  # pictures (n, channels, height, width) of bytes, classes (n)
+Part = tuple[Tensor, Tensor]  # images (n, channels, height, width) of bytes, classes (n)
 
 
 @dataclass(frozen=True)
 class Pictures:
-    """Three parts of a data set; classes[i] is the name of class i."""
+    """A data set in three parts; classes[i] is the name of class i."""
 
     name: str
-    checksum: str  # SHA-256 of all pictures and classes
+    checksum: str  # SHA-256 of all images and classes
     classes: list[str]
     train: Part
     valid: Part
@@ -56,7 +57,7 @@ class Pictures:
 
 
 def load_images(data: str | None = None) -> Pictures:
-    """The embedded digits, or what a file or folder holds."""
+    """Load the embedded digits, or a data set from a file or folder."""
     if data is None:
         return _pictures("scikit-learn's digits", _digits(), "scikit-learn")
     path = Path(data)
@@ -65,11 +66,11 @@ def load_images(data: str | None = None) -> Pictures:
     if path.is_dir():
         return _mnist(path)
     if path.exists():
-        raise UsageError(f"--data: {path}: expected an npz file, or a folder with *-ubyte files")
-    raise UsageError(f"--data: there is no file or folder {path}")
+        raise UsageError(f"--data: expected an npz file or a folder with *-ubyte files, got {path}")
+    raise UsageError(f"--data: no such file or folder: {path}")
 
 
-# --- Where they come from -----------------------------------------------------------------------------------------
+# --- Sources ------------------------------------------------------------------------------------------------------
 
 
 def _digits() -> dict[str, Part]:
@@ -77,7 +78,9 @@ def _digits() -> dict[str, Part]:
 
     found = load_digits()
     small = torch.from_numpy(found.images).float()[:, None] * (255 / 16)
-    pictures = F.interpolate(small, (SIDE, SIDE), mode="bilinear", align_corners=False).round().to(torch.uint8)
+    pictures = (
+        F.interpolate(small, (DIGIT_SIDE, DIGIT_SIDE), mode="bilinear", align_corners=False).round().to(torch.uint8)
+    )
     whole = pictures, torch.from_numpy(found.target).long()
     order = torch.randperm(len(pictures), generator=torch.Generator().manual_seed(0))
     fifth = len(order) // 5
@@ -88,7 +91,7 @@ def _digits() -> dict[str, Part]:
 
 
 def _medmnist(path: Path) -> Pictures:
-    """An npz file with three parts."""
+    """Load a MedMNIST npz file."""
     name = path.stem.upper()
     keys = {"train": "train", "valid": "val", "test": "test"}
     arrays = read_npz(path, [f"{key}_{what}" for key in keys.values() for what in ("images", "labels")])
@@ -98,19 +101,20 @@ def _medmnist(path: Path) -> Pictures:
         with path.open("rb") as file:
             found = hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
         if found != OCT_MD5:
-            warnings.warn(f"{path}: MD5 {found}, expected {OCT_MD5}: figures may not compare to published ones",
+            warnings.warn(f"{path}: expected MD5 {OCT_MD5}, got {found}; results may not be comparable to published "
+                          "ones",
                           stacklevel=2)  # fmt: skip
             name += ", changed"
     return _pictures(name, checked, path)
 
 
 def _mnist(folder: Path) -> Pictures:
-    """Four files of bytes; the last tenth of the training part is for validation."""
+    """Load MNIST files; the last tenth of the training set becomes the validation set."""
     inner = [path for path in sorted(folder.glob("*/raw")) if path.is_dir()]
     places = [place for place in (folder, folder / "raw", *inner) if any(place.glob("train-images-idx3-ubyte*"))]
     if len(places) != 1:
         found = f"{len(places)}: {', '.join(map(str, places))}" if places else "none"
-        raise UsageError(f"--data: expected one folder with train-images-idx3-ubyte in {folder}, found {found}")
+        raise UsageError(f"--data: expected one folder with train-images-idx3-ubyte in {folder}, got {found}")
     parts = {}
     for part in ("train", "t10k"):
         pictures, classes = (
@@ -128,63 +132,63 @@ def _one(folder: Path, name: str) -> Path:
     for path in (folder / name, folder / f"{name}.gz"):
         if path.is_file():
             return path
-    raise UsageError(f"--data: {folder} has no {name}, nor {name}.gz")
+    raise UsageError(f"--data: {folder} has neither {name} nor {name}.gz")
 
 
 # --- Files --------------------------------------------------------------------------------------------------------
 
 
 def read_idx(path: Path) -> np.ndarray:
-    """Bytes in as many dimensions as the head says: 0, 0, 8, dimensions, then each size in four bytes."""
+    """Read an IDX file of bytes. Header: 0, 0, 8, number of dimensions, then each size in four bytes."""
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             head = file.read(4)
             if len(head) < 4 or head[:3] != b"\0\0\x08" or not 1 <= head[3] <= 3:
                 raise UsageError(
-                    f"--data: {path}: expected the head 00 00 08 and 1 to 3 dimensions, found {head.hex(' ')}"
+                    f"--data: {path}: expected the header 00 00 08 and 1 to 3 dimensions, got {head.hex(' ')}"
                 )
             sizes = [int.from_bytes(file.read(4)) for _ in range(head[3])]
             count = int(np.prod(sizes, dtype=object))
             if count > room():
                 raise UsageError(
-                    f"--data: {path} says that it holds {sizes} bytes; this machine has room for {room():,}"
+                    f"--data: {path}: expected at most {room():,} bytes on this machine, got {sizes} in the header"
                 )
             content = file.read(count + 1)
     except (OSError, EOFError, zlib.error, MemoryError) as error:
         raise UsageError(f"--data: cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
     if len(content) != count:
         found = "more" if len(content) > count else f"{len(content):,}"
-        raise UsageError(f"--data: {path}: expected {count:,} bytes for {sizes}, found {found}")
-    return np.frombuffer(bytearray(content), np.uint8).reshape(sizes)  # torch wants what can be written to
+        raise UsageError(f"--data: {path}: expected {count:,} bytes for {sizes}, got {found}")
+    return np.frombuffer(bytearray(content), np.uint8).reshape(sizes)  # torch needs a writable buffer
 
 
-# --- What they must be --------------------------------------------------------------------------------------------
+# --- Validation ---------------------------------------------------------------------------------------------------
 
 
 def _checked(where: str, pictures: np.ndarray, classes: np.ndarray) -> Part:
-    """Bytes, one picture for each class: grey (n, height, width) or in colours (n, height, width, 3)."""
+    """Validate images, grayscale (n, height, width) or color (n, height, width, 3), and one class per image."""
     if pictures.dtype != np.uint8:
-        raise UsageError(f"--data: {where}images: expected uint8, found {pictures.dtype}")
+        raise UsageError(f"--data: {where}images: expected uint8, got {pictures.dtype}")
     if pictures.ndim == 3:
         pictures = pictures[..., None]
     if pictures.ndim != 4 or pictures.shape[-1] not in (1, 3) or 0 in pictures.shape:
         raise UsageError(
-            f"--data: {where}images: expected (n, height, width) or (n, height, width, 3), found {pictures.shape}"
+            f"--data: {where}images: expected (n, height, width) or (n, height, width, 3), got {pictures.shape}"
         )
     if classes.dtype.kind not in "iu":
-        raise UsageError(f"--data: {where}labels: expected whole numbers, found {classes.dtype}")
+        raise UsageError(f"--data: {where}labels: expected integers, got {classes.dtype}")
     if classes.shape not in ((len(pictures),), (len(pictures), 1)):
         raise UsageError(
-            f"--data: {where}labels: expected one for each of {len(pictures):,} images, found {classes.shape}"
+            f"--data: {where}labels: expected one for each of {len(pictures):,} images, got {classes.shape}"
         )
     if classes.min() < 0 or classes.max() > 255:
-        raise UsageError(f"--data: {where}labels: expected 0 to 255, found {classes.min()} to {classes.max()}")
+        raise UsageError(f"--data: {where}labels: expected 0 to 255, got {classes.min()} to {classes.max()}")
     numbers = torch.from_numpy(classes.reshape(-1).astype(np.int64))
     return torch.from_numpy(np.ascontiguousarray(pictures.transpose(0, 3, 1, 2))), numbers
 
 
 def _pictures(name: str, parts: dict[str, Part], where: object) -> Pictures:
-    """Parts that belong together: pictures of one size, and no class that training does not know."""
+    """Validate the parts together: images of one size, and only classes that occur in training."""
     pictures, classes = parts["train"]
     count = max(2, int(classes.max()) + 1)
     names = CLASSES.get(name.partition(",")[0], [])
@@ -192,11 +196,12 @@ def _pictures(name: str, parts: dict[str, Part], where: object) -> Pictures:
         if len(others) == 0:
             raise UsageError(f"--data: {where}: the {part} part is empty")
         if others.shape[1:] != pictures.shape[1:]:
-            raise UsageError(f"--data: {where}: images of the {part} part are {tuple(others.shape[1:])}, those of the "
-                             f"train part {tuple(pictures.shape[1:])}")  # fmt: skip
+            raise UsageError(f"--data: {where}: expected {part} images of shape {tuple(pictures.shape[1:])} as in "
+                             "train, "
+                             f"got {tuple(others.shape[1:])}")  # fmt: skip
         if int(own.max()) >= count:
-            raise UsageError(f"--data: {where}: labels of the {part} part reach {int(own.max())}, expected 0 to "
-                             f"{count - 1}, as the train part has them")  # fmt: skip
+            raise UsageError(f"--data: {where}: expected {part} labels from 0 to {count - 1} as in train, got "
+                             f"{int(own.max())}")  # fmt: skip
     digest = hashlib.sha256()
     for part in PARTS:
         for tensor in parts[part]:
@@ -206,11 +211,11 @@ def _pictures(name: str, parts: dict[str, Part], where: object) -> Pictures:
 
 
 def published_test(part: Part) -> Part:
-    """The test images of published OCTMNIST figures: the first of each class."""
+    """Return the test images of the published OCTMNIST results: the first ones of each class."""
     rows = [torch.nonzero(part[1] == i)[:count, 0] for i, count in enumerate(PUBLISHED_TEST)]
     found = tuple(map(len, rows))
     if found != PUBLISHED_TEST:
-        raise UsageError(f"published_test: expected {PUBLISHED_TEST} test images of the classes, found {found}")
+        raise UsageError(f"published_test: expected {PUBLISHED_TEST} test images per class, got {found}")
     return _at(part, torch.cat(rows).sort().values)
 
 

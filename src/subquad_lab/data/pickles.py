@@ -1,7 +1,7 @@
-"""Pickles of Python 2 that hold arrays, sparse matrices and dictionaries, read as data.
+"""Safe reading of Python 2 pickles that hold arrays, sparse matrices and dictionaries.
 
-A pickle is a program: it names what it wants to call. Here it can name the few things that such files need, and gets
-stand-ins of our own in their place, which keep what they are given and do nothing. All else is refused.
+A pickle is a program that names the functions to call. Here only the few names that these files need are allowed, and
+each is replaced by an inert class that stores its arguments. All other names raise an error.
 """
 
 import io
@@ -14,11 +14,11 @@ import numpy as np
 
 from subquad_lab import UsageError
 
-KINDS = ("f4", "f8", "i1", "i2", "i4", "i8", "u1", "b1")  # of numbers in an array
+KINDS = ("f4", "f8", "i1", "i2", "i4", "i8", "u1", "b1")  # allowed array types
 
 
 class _Kind:
-    """Stands in for numpy.dtype: a code such as f4, and the order of its bytes."""
+    """Replacement for numpy.dtype: a code such as f4, and the byte order."""
 
     code: Any = None
     order: Any = "="
@@ -31,13 +31,13 @@ class _Kind:
 
     def dtype(self) -> np.dtype:
         if self.code not in KINDS or self.order not in ("<", ">", "|", "="):
-            raise ValueError(f"numbers of the kind {self.code!r}")
+            raise ValueError(f"unsupported array type {self.code!r}")
         made: np.dtype = np.dtype(self.order + self.code)
         return made
 
 
 class PickledArray:
-    """Stands in for numpy.ndarray, and for what makes one."""
+    """Replacement for numpy.ndarray and its constructor."""
 
     state: Any = None
 
@@ -48,16 +48,16 @@ class PickledArray:
         self.state = state
 
     def values(self) -> np.ndarray:
-        """The array, if its parts fit together; ValueError and the like if not."""
+        """Return the array; raise if its parts are inconsistent."""
         _, shape, kind, is_fortran, content = self.state
         if not isinstance(kind, _Kind) or not isinstance(content, str):
-            raise ValueError("an array of something else than numbers")
+            raise ValueError("expected an array of numbers")
         flat = np.frombuffer(content.encode("latin1"), kind.dtype())
         return flat.reshape(shape, order="F" if is_fortran else "C")
 
 
 class PickledMatrix:
-    """Stands in for scipy's sparse matrix."""
+    """Replacement for scipy's sparse matrix."""
 
     state: Any = None
 
@@ -66,11 +66,11 @@ class PickledMatrix:
 
 
 class _List:
-    """Stands in for the type that a defaultdict makes its values of."""
+    """Replacement for the default type of a defaultdict."""
 
 
 class _Dictionary(dict[Any, Any]):
-    """Stands in for collections.defaultdict."""
+    """Replacement for collections.defaultdict."""
 
     def __init__(self, *_: Any) -> None:
         super().__init__()
@@ -89,22 +89,22 @@ STAND_INS: dict[tuple[str, str], type] = {
 class _Reader(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in STAND_INS:
-            raise pickle.UnpicklingError(f"it asks for {f'{module}.{name}'!r}, which no graph needs: refused")
+            raise pickle.UnpicklingError(f"{f'{module}.{name}'!r} is not allowed")
         kind = STAND_INS[module, name]
-        return type(kind.__name__, (kind,), {})  # A pickle can set attributes of what it named: of this one alone.
+        return type(kind.__name__, (kind,), {})  # A fresh subclass, because a pickle can set attributes of a class.
 
 
 def unpickle(content: bytes, path: Path) -> Any:
-    """The data of a pickle; nothing in it is executed."""
+    """Return the data of a pickle without executing anything."""
     try:
         for code, value, _ in pickletools.genops(content):
-            if code.name in ("PUT", "LONG_BINPUT") and int(value or 0) > len(content):  # It would fill the memory.
-                raise pickle.UnpicklingError(f"it numbers its parts up to {value}")
+            if code.name in ("PUT", "LONG_BINPUT") and int(value or 0) > len(content):  # would exhaust memory
+                raise pickle.UnpicklingError(f"memo index {value} is too large")
         return _Reader(io.BytesIO(content), encoding="latin1").load()
-    except Exception as error:  # A pickle can fail in any way that Python knows.
-        raise UsageError(f"--data: {path}: is no pickle of a graph: {error or type(error).__name__}") from error
+    except Exception as error:  # A malformed pickle can raise anything.
+        raise UsageError(f"--data: {path}: not a Planetoid pickle: {error or type(error).__name__}") from error
 
 
 def named(found: Any) -> str:
-    """What was found, in a word for an error."""
+    """Return the type of a value, for error messages."""
     return type(found).__name__.removeprefix("Pickled").lower()

@@ -1,13 +1,13 @@
-"""Clips of speech and what is said in them, from three kinds of places.
+"""Speech clips with transcripts, from three kinds of sources.
 
-    embedded         spoken numbers, synthesised by espeak-ng (the extra `speech`): several voices, speeds and pitches;
-                     a number is in one part alone
-    LJSpeech's       metadata.csv with id|text|normalised text, and wavs/: the first 75 % of the lines are for training,
-                     5 % for validation, 20 % for the test
+    embedded         spoken numbers, synthesized by espeak-ng (needs the extra `speech`) with several voices, speeds and
+                     pitches; each number is in one part only
+    LJSpeech         metadata.csv with id|text|normalized text, and wavs/: the first 75 % of the lines for training, the
+                     next 5 % for validation, the last 20 % for testing
     spoken digits    {digit}_{speaker}_{index}.wav: clips joined at random into strings of 3 to 6 digits; the clips are
                      split before they are joined, by index (0 to 4 test, 5 to 9 validation) or by speaker
 
-Clips that cannot be used are left out, named and counted.
+Unusable clips are skipped with a warning.
 """
 
 import random
@@ -28,22 +28,22 @@ from subquad_lab.data.espeak import Speaker
 from subquad_lab.data.sound import RATE, read_sound, resampled
 
 START, END, PAD, UNKNOWN = range(4)
-ALPHABET = " ,.?-abcdefghijklmnopqrstuvwxyz"  # after the four above: 35 in all
+ALPHABET = " ,.?-abcdefghijklmnopqrstuvwxyz"  # numbered after the four above, 35 in total
 DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 TEENS = ("ten", "eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen")
 TENS = ("", "", "twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety")
 VOICES = ("en-us", "gmw/en", "en-gb-scotland", "en-gb-x-rp", "en-us+f4", "en-us+m3", "en-gb-x-rp+f1", "gmw/en+f1")
 SPEEDS, PITCHES = (130, 200), (30, 70)
-CLIPS = 2400
-LEAST_LINES = 5  # of a table: three parts
-MOST_STRINGS = 100_000
-PAUSE = (0.02, 0.12)  # seconds between joined digits
-SYNTHETIC = "synthesis.json"  # in a folder whose clips were synthesised
+DEFAULT_CLIPS = 2400
+MIN_LINES = 5  # of metadata.csv, so that no part is empty
+MAX_STRINGS = 100_000
+PAUSE_SECONDS = (0.02, 0.12)  # between joined digits
+SYNTHETIC = "synthesis.json"  # marks a folder of synthesized clips
 Split = Literal["index", "speaker"]
 
 
 def characters(text: str) -> list[int]:
-    """Numbers of the alphabet; what is not in it is unknown."""
+    """Return the character numbers of a text; characters outside the alphabet are UNKNOWN."""
     return [ALPHABET.index(c) + 4 if c in ALPHABET else UNKNOWN for c in text.lower()]
 
 
@@ -52,23 +52,23 @@ def text_of(numbers: Iterable[int]) -> str:
 
 
 def load_speech(data: str | None, split: Split = "index", clips: int | None = None, resample: bool = True) -> Clips:
-    """The embedded numbers, or what a folder holds.
+    """Load the embedded numbers, or a data set from a folder.
 
     Args:
-        data: A folder with metadata.csv and wavs/, or with spoken digits; spoken numbers if not given.
-        split: Of spoken digits.
-        clips: Numbers or strings of digits in all parts, of which a twelfth each are for validation and test, 2,400 if
-            not given. Of metadata.csv the first lines, all if not given.
-        resample: To 16 kHz; without it sound of another rate is taken as if it had that.
+        data: Folder with metadata.csv and wavs/, or with spoken digits. Default: the embedded spoken numbers.
+        split: How spoken digits are split.
+        clips: Number of spoken numbers or strings of digits (default: 2,400), a twelfth each for validation and test;
+            or number of lines of metadata.csv (default: all).
+        resample: Resample to 16 kHz. If False, samples are treated as 16 kHz whatever their rate.
     """
     if data is None:
         with Speaker() as speaker:
-            numbers = _numbers(CLIPS if clips is None else clips, speaker, resample)
+            numbers = _numbers(DEFAULT_CLIPS if clips is None else clips, speaker, resample)
             return featured("spoken numbers, synthetic", numbers, [resample, espeak.version()])
     folder = Path(data)
     if not folder.is_dir():
-        what = f"{folder} is a file, not a folder" if folder.exists() else f"there is no folder {folder}"
-        raise UsageError(f"--data: {what}")
+        raise UsageError(f"--data: expected a folder, got the file {folder}" if folder.exists()
+                         else f"--data: no such folder: {folder}")  # fmt: skip
     for place in (folder, folder / "LJSpeech-1.1"):
         if (place / "metadata.csv").is_file():
             name = f"{place.resolve().name}, synthetic" if (place / SYNTHETIC).exists() else place.resolve().name
@@ -78,17 +78,17 @@ def load_speech(data: str | None, split: Split = "index", clips: int | None = No
         path: match for path in sorted(place.glob("*.wav")) if (match := re.fullmatch(r"(\d)_(\w+)_(\d+)", path.stem))
     }
     if found:
-        return featured(
-            f"spoken digits, by {split}", _joined(found, split, CLIPS if clips is None else clips, resample), resample
-        )
-    raise UsageError(f"--data: expected metadata.csv or files like 7_george_3.wav in {folder}, found neither")
+        strings = _joined(found, split, DEFAULT_CLIPS if clips is None else clips, resample)
+        return featured(f"spoken digits, by {split}", strings, resample)
+    raise UsageError(f"--data: expected metadata.csv or files like 7_george_3.wav in {folder}, got neither")
 
 
 # --- Numbers ------------------------------------------------------------------------------------------------------
 
 
 def in_words(number: int) -> str:
-    """
+    """Spell a number.
+
     >>> in_words(742), in_words(2006), in_words(90)
     ('seven hundred and forty two', 'two thousand and six', 'ninety')
     """
@@ -104,9 +104,9 @@ def in_words(number: int) -> str:
 
 
 def _numbers(clips: int, speaker: Speaker, resample: bool) -> dict[str, list[Utterance]]:
-    """Below 10,000, each in one part alone."""
+    """Return numbers below 10,000, each in one part only."""
     if not 24 <= clips <= 10_000:
-        raise UsageError(f"clips: expected 24 to 10,000 spoken numbers, found {clips:,}")
+        raise UsageError(f"clips: expected 24 to 10,000 spoken numbers, got {clips:,}")
     draw = random.Random(0)
     made = []
     for number in draw.sample(range(10_000), clips):
@@ -126,16 +126,16 @@ def _spoken(speaker: Speaker, text: str, how: dict[str, Any], resample: bool) ->
 
 
 class Transcript(NamedTuple):
-    """A line of the table; `fault` says why it cannot be used."""
+    """A line of metadata.csv; `fault` is the reason why it cannot be used."""
 
     name: str
-    text: str  # normalised
+    text: str  # normalized
     original: str = ""
     fault: str = ""
 
 
 def transcripts(table: Path) -> list[Transcript]:
-    """Each line that is not empty."""
+    """Return all lines of metadata.csv that are not empty."""
     made: list[Transcript] = []
     known: set[str] = set()
     for number, line in enumerate(_read(table).split("\n"), 1):
@@ -145,12 +145,12 @@ def transcripts(table: Path) -> list[Transcript]:
             continue
         fault = ""
         if len(cells) not in (2, 3):
-            fault = "is not id|text|normalised text"
+            fault = "expected id|text|normalized text"
         elif not re.fullmatch(r"[\w.-]{1,200}", cells[0]):
             shown = cells[0] if len(cells[0]) <= 40 else f"{cells[0][:40]}... ({len(cells[0]):,} characters)"
-            fault = f"has the id {shown!r}; expected 1 to 200 letters, digits, underscores, dots or dashes"
+            fault = f"expected an id of 1 to 200 letters, digits, underscores, dots or dashes, got {shown!r}"
         elif cells[0] in known:
-            fault = f"has the id {cells[0]}, which was there before"
+            fault = f"duplicate id {cells[0]}"
         made.append(Transcript(where, "", fault=fault) if fault else Transcript(cells[0], cells[-1], cells[1]))
         known.add(made[-1].name)
     return made
@@ -172,8 +172,8 @@ def _transcribed(table: Path, clips: int | None, resample: bool) -> dict[str, li
         if not path.is_file() and path.with_suffix(".flac").is_file():
             path = path.with_suffix(".flac")
         made.append(Utterance(line.name, line.text, partial(_heard, line, path, resample), (path,)))
-    if len(made) < LEAST_LINES:
-        raise UsageError(f"--data: expected at least {LEAST_LINES} lines of {table}, found {len(made)}")
+    if len(made) < MIN_LINES:
+        raise UsageError(f"--data: expected at least {MIN_LINES} lines in {table}, got {len(made)}")
     first = len(made) * 3 // 4
     second = max(first + 1, len(made) * 4 // 5)
     return {"train": made[:first], "valid": made[first:second], "test": made[second:]}
@@ -189,18 +189,18 @@ def _heard(line: Transcript, path: Path, resample: bool) -> Tensor:
 
 
 def _joined(found: dict[Path, re.Match[str]], split: Split, clips: int, resample: bool) -> dict[str, list[Utterance]]:
-    """Strings of 3 to 6 digits, all of one speaker."""
+    """Join clips into strings of 3 to 6 digits, each by one speaker."""
     speakers = sorted({match[2] for match in found.values()})
     if split == "speaker" and len(speakers) < 3:
-        raise UsageError(f"split: expected at least 3 speakers, found {', '.join(speakers)}")
+        raise UsageError(f"split: expected at least 3 speakers, got {', '.join(speakers)}")
 
     def part_of(match: re.Match[str]) -> str:
         if split == "index":
             return "test" if int(match[3]) < 5 else "valid" if int(match[3]) < 10 else "train"
         return {speakers[-1]: "test", speakers[-2]: "valid"}.get(match[2], "train")
 
-    if not 12 <= clips <= MOST_STRINGS:
-        raise UsageError(f"clips: expected 12 to {MOST_STRINGS:,} strings of digits, found {clips:,}")
+    if not 12 <= clips <= MAX_STRINGS:
+        raise UsageError(f"clips: expected 12 to {MAX_STRINGS:,} strings of digits, got {clips:,}")
     draw, parts = random.Random(0), {}
     for part in PARTS:
         groups: dict[str, list[tuple[Path, int]]] = {}
@@ -208,7 +208,7 @@ def _joined(found: dict[Path, re.Match[str]], split: Split, clips: int, resample
             if part_of(match) == part:
                 groups.setdefault(match[2], []).append((path, int(match[1])))
         if not groups:
-            raise UsageError(f"--data: the {part} part has no clips when they are split by {split}")
+            raise UsageError(f"--data: the {part} part is empty with --split {split}")
         count = clips // 12 if part != "train" else clips - 2 * (clips // 12)
         parts[part] = [
             _string(draw, groups[draw.choice(sorted(groups))], resample, f"{part}-{i}") for i in range(count)
@@ -218,7 +218,7 @@ def _joined(found: dict[Path, re.Match[str]], split: Split, clips: int, resample
 
 def _string(draw: random.Random, clips: list[tuple[Path, int]], resample: bool, name: str) -> Utterance:
     chosen = [draw.choice(clips) for _ in range(draw.randint(3, 6))]
-    pauses = [draw.uniform(*PAUSE) for _ in chosen]
+    pauses = [draw.uniform(*PAUSE_SECONDS) for _ in chosen]
 
     def sound() -> Tensor:
         pieces = []

@@ -1,11 +1,11 @@
-"""Words for a language model: three parts, a vocabulary from the training part, and where they came from.
+"""Text for word language models, split into three parts, with a vocabulary from the training part.
 
     embedded     the documentation topics that come with Python, split by topic
     a folder     ptb.{train,valid,test}.txt (Penn Treebank), wiki.{train,valid,test}.tokens (WikiText), or
-                 {train,valid,test}.txt: words with spaces between, a line is a sentence
-                 else all its *.txt, *.md and *.rst files, split by file
+                 {train,valid,test}.txt: words separated by spaces, one sentence per line
+                 otherwise all *.txt, *.md and *.rst files, split by file
 
-Each sentence, or paragraph of plain text, ends with <eos>; a word that the vocabulary lacks is <unk>.
+Each sentence, or paragraph of plain text, ends with <eos>; words outside the vocabulary are <unk>.
 """
 
 import hashlib
@@ -35,12 +35,12 @@ PTB_MD5 = {
     "test": "8b80168b89c18661a38ef683c0dc3721",
 }
 SUFFIXES = (".txt", ".md", ".rst")
-RARE = 2  # Words of plain text that are seen less often are unknown; prepared texts have their own <unk>.
+MIN_WORD_COUNT = 2  # Rarer words of plain text are unknown; prepared texts contain their own <unk>.
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Word numbers of each part; words[i] is the word with number i."""
+    """The word numbers of each part; words[i] is the word with number i."""
 
     name: str
     checksum: str  # SHA-256 of all words
@@ -54,7 +54,7 @@ class Corpus:
         return {word: i for i, word in enumerate(self.words)}
 
     def split(self, text: str) -> list[str]:
-        """The words of a text as the training text has them: between spaces, if all of those are known."""
+        """Split a text into words: at spaces if all words are then known, otherwise as plain text."""
         words = text.split()
         return words if all(word in self.numbers for word in words) else words_of(text)
 
@@ -63,13 +63,13 @@ class Corpus:
 
 
 def load_text(folder: str | None = None) -> Corpus:
-    """The embedded text, or what a folder holds."""
+    """Load the embedded text, or text from a folder."""
     if folder is None:
-        return _corpus("Python's documentation topics", embedded(), RARE)
+        return _corpus("Python's documentation topics", embedded(), MIN_WORD_COUNT)
     path = Path(folder)
     if not path.is_dir():
-        what = f"{path} is a file, not a folder" if path.exists() else f"there is no folder {path}"
-        raise UsageError(f"--data: {what}")
+        raise UsageError(f"--data: expected a folder, got the file {path}" if path.exists()
+                         else f"--data: no such folder: {path}")  # fmt: skip
     try:
         present = {file.name for file in path.iterdir()}
     except OSError as error:
@@ -79,12 +79,12 @@ def load_text(folder: str | None = None) -> Corpus:
         if not present.isdisjoint(files.values()):
             missing = [file for file in files.values() if file not in present]
             if missing:
-                raise UsageError(f"--data: {path} has no {missing[0]}, which belongs to {name}")
+                raise UsageError(f"--data: expected the files of {name} in {path}, got no {missing[0]}")
             contents = {part: read(path / file) for part, file in files.items()}
             if name == "Penn Treebank" and not _is_treebank(path, contents):
                 name += ", changed"
             return _corpus(name, {part: lines_of(content) for part, content in contents.items()}, 1)
-    return _corpus(path.name, _plain(path), RARE)
+    return _corpus(path.name, _plain(path), MIN_WORD_COUNT)
 
 
 def embedded() -> dict[str, list[str]]:
@@ -96,17 +96,17 @@ def embedded() -> dict[str, list[str]]:
 def _plain(folder: Path) -> dict[str, list[str]]:
     files = sorted(path for path in folder.rglob("*") if path.suffix in SUFFIXES and path.is_file())
     if not files:
-        raise UsageError(f"--data: expected files {', '.join('*' + s for s in SUFFIXES)} in {folder}, found none")
+        raise UsageError(f"--data: expected files {', '.join('*' + s for s in SUFFIXES)} in {folder}, got none")
     texts = {str(path.relative_to(folder)): paragraphs_of(read(path)) for path in files}
     if len(texts) >= 20:
         return _split(texts)
-    words = [word for text in texts.values() for word in text]  # Too few to split by file.
+    words = [word for text in texts.values() for word in text]  # too few files to split by file
     first, second = 8 * len(words) // 10, 9 * len(words) // 10
     return {"train": words[:first], "valid": words[first:second], "test": words[second:]}
 
 
 def _split(texts: dict[str, list[str]]) -> dict[str, list[str]]:
-    """Whole texts, by the order of a hash of their names: a tenth each for validation and test."""
+    """Split by text, in the order of a hash of the names: a tenth each for validation and test."""
     order = sorted(texts, key=lambda name: hashlib.sha256(name.encode()).hexdigest())
     tenth = max(1, len(order) // 10)
     chosen = {"valid": order[:tenth], "test": order[tenth : 2 * tenth], "train": order[2 * tenth :]}
@@ -114,15 +114,15 @@ def _split(texts: dict[str, list[str]]) -> dict[str, list[str]]:
 
 
 def read(path: Path) -> str:
-    """The text of a file; what is no text is named."""
+    """Read a text file; errors name the file."""
     if not path.is_file():
-        raise UsageError(f"--data: {path} is no plain file")
+        raise UsageError(f"--data: {path} is not a regular file")
     try:
         content = path.read_bytes()
     except OSError as error:
         raise UsageError(f"--data: cannot read {path}: {error.strerror}") from error
     if b"\0" in content:
-        raise UsageError(f"--data: {path} is no text: it has zero bytes")
+        raise UsageError(f"--data: {path} is not a text file: it contains zero bytes")
     try:
         return content.decode()
     except UnicodeDecodeError as error:
@@ -130,12 +130,12 @@ def read(path: Path) -> str:
 
 
 def lines_of(text: str) -> list[str]:
-    """Prepared text: words between spaces, a sentence to a line."""
+    """Return the words of prepared text: separated by spaces, one sentence per line."""
     return [word for line in text.removesuffix("\n").split("\n") for word in (*line.split(), END)]
 
 
 def paragraphs_of(text: str) -> list[str]:
-    """Plain text: lower case words, numbers and marks; a paragraph ends at an empty line."""
+    """Return the words of plain text: lower-case words, numbers and punctuation; empty lines end paragraphs."""
     return [word for block in re.split(r"\n\s*\n", text) if (found := words_of(block)) for word in (*found, END)]
 
 
@@ -144,13 +144,14 @@ def words_of(text: str) -> list[str]:
 
 
 def _is_treebank(folder: Path, contents: dict[str, str]) -> bool:
-    """Whether the files are those that published figures are of; of each other one, a line on the standard error."""
+    """Return whether the files are those of the published results; warn about each that differs."""
     same = True
     for part, content in contents.items():
         found = hashlib.md5(content.encode(), usedforsecurity=False).hexdigest()
         if found != PTB_MD5[part]:
-            print(f"subquad: warning: {folder / NAMES['Penn Treebank'].format(part)}: MD5 {found}, expected "
-                  f"{PTB_MD5[part]}: figures may not compare to published ones", file=sys.stderr)  # fmt: skip
+            print(f"subquad: warning: {folder / NAMES['Penn Treebank'].format(part)}: expected MD5 {PTB_MD5[part]}, "
+                  "got "
+                  f"{found}; results may not be comparable to published ones", file=sys.stderr)  # fmt: skip
             same = False
     return same
 
@@ -158,7 +159,7 @@ def _is_treebank(folder: Path, contents: dict[str, str]) -> bool:
 def _corpus(name: str, parts: dict[str, list[str]], rare: int) -> Corpus:
     for part, words in parts.items():
         if len(words) < 3:
-            raise UsageError(f"--data: the {part} part of {name} has {len(words)} words; expected more text")
+            raise UsageError(f"--data: expected at least 3 words in the {part} part of {name}, got {len(words)}")
     counts = Counter(parts["train"])
     known = sorted((word for word, count in counts.items() if count >= rare), key=lambda word: (-counts[word], word))
     vocabulary = tuple(dict.fromkeys((UNKNOWN, END, *known)))

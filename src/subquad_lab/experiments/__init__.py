@@ -1,4 +1,4 @@
-"""The experiments: one file for each question asked, and one line for each in `EXPERIMENTS`."""
+"""The experiments: one file per question, and one line per experiment in `ALL`."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ EXPERIMENTS = {experiment.name: experiment for experiment in ALL}
 
 
 def experiment_named(name: str) -> Experiment[Any]:
-    """The experiment of a run, which its files name."""
+    """Return the experiment with this name, as recorded in a run."""
     if name not in EXPERIMENTS:
-        raise UsageError(f"EXPERIMENT: expected one of {', '.join(EXPERIMENTS)}, found {name!r}")
+        raise UsageError(f"EXPERIMENT: expected one of {', '.join(EXPERIMENTS)}, got {name!r}")
     return EXPERIMENTS[name]

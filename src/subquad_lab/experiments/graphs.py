@@ -1,8 +1,8 @@
-"""What do self-loops and normalisation do to a graph network, and can attention stand in the place of both?
+"""How do self-loops and normalization affect a graph network, and can attention replace both?
 
-    loss = mean over the training nodes of -log p(class | graph).
+    loss = mean over the training nodes of -log p(class | graph)
 
-A step sees the whole graph. Rows of features are divided by the sum of their magnitudes.
+Each step processes the whole graph. Feature rows are L1-normalized.
 """
 
 import warnings
@@ -21,7 +21,7 @@ from subquad_lab.data.graphs import Graph, load_graph
 from subquad_lab.figures.classification import PREDICTIONS, Predictions, confusion_picture, figures
 from subquad_lab.figures.plots import axes_of, svg
 from subquad_lab.models import parameters, refuse_too_large
-from subquad_lab.models.graphs import Attention, Convolution, GraphNet, Mixer, Normalisation, propagation
+from subquad_lab.models.graphs import Attention, Convolution, GraphNet, Mixer, Normalization, propagation
 from subquad_lab.options.methods import parse_method, refuse_many_features
 from subquad_lab.system.memory import memory
 from subquad_lab.training import optimizers
@@ -30,25 +30,26 @@ from subquad_lab.training.experiment import Carry, Experiment, PartName, Rows
 from subquad_lab.training.run import Run
 
 NORMS, EMBEDDING = "norms", "embedding"
-PROPAGATIONS = 16  # after which norms are still shown
+PROPAGATIONS = 16  # for which feature norms are shown
 
 PUBLISHED = [{"what": "two-layer GCN", "data": "cora", "figure": 0.815}]
 
 
 @dataclass(frozen=True)
 class Config(Training):
-    """Train a network of two layers to tell the classes of a graph's nodes.
+    """Train a two-layer network to classify the nodes of a graph.
 
     Args:
-        batch: Graphs of a step: 1, the whole.
-        data: A folder with Planetoid's files, or an npz file of such a graph; the karate club if not given.
-        mixer: What a node makes of the others: gcn, attention to neighbours, attention to all, or both of these.
-        self_loops: Whether a node of the gcn sees itself.
-        normalisation: Of the gcn's sums: symmetric, row (a mean), or none.
-        method: Of attention to all: taylor:DEGREE, random:FEATURES, linear:ACTIVATION, separable, exact.
-        width: Of the hidden layer, and of queries and keys.
-        heads: Of attention, each of the full width.
-        dropout: On what each layer sees.
+        batch: Batch size: 1, the whole graph.
+        data: Folder with Planetoid files, or an npz file of such a graph. Default: the embedded karate club.
+        mixer: How nodes are combined: gcn (graph convolution), attention to neighbors, attention to all nodes, or both
+            kinds of attention.
+        self_loops: Add self-loops to the graph convolution.
+        normalization: Normalization of the graph convolution: symmetric, row (mean) or none.
+        method: Method of attention to all nodes: taylor:DEGREE, random:FEATURES, linear:ACTIVATION, separable, exact.
+        width: Hidden size, and dimension of queries and keys.
+        heads: Number of attention heads, each of the full width.
+        dropout: Dropout probability on the input of each layer.
     """
 
     seeds: int = 10
@@ -61,7 +62,7 @@ class Config(Training):
     data: str | None = None
     mixer: Mixer = "gcn"
     self_loops: bool = True
-    normalisation: Normalisation = "symmetric"
+    normalization: Normalization = "symmetric"
     method: str = "linear:elu"
     width: int = 16
     heads: int = 1
@@ -70,12 +71,12 @@ class Config(Training):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.batch != 1:
-            raise UsageError(f"batch: expected 1, the whole graph, found {self.batch}")
+            raise UsageError(f"batch: expected 1 (the whole graph), got {self.batch}")
         for name in ("width", "heads"):
             if getattr(self, name) < 1:
-                raise UsageError(f"{name}: expected a whole number >= 1, found {getattr(self, name)}")
+                raise UsageError(f"{name}: expected a positive integer, got {getattr(self, name)}")
         if not 0 <= self.dropout < 1:
-            raise UsageError(f"dropout: expected a number from 0 to below 1, found {self.dropout}")
+            raise UsageError(f"dropout: expected a number in [0, 1), got {self.dropout}")
         parse_method(self.method)
         if self.mixer in ("all", "both"):
             refuse_many_features(self.method, self.width)
@@ -87,30 +88,31 @@ def make_model(config: Config, graph: Graph, classes: int) -> GraphNet:
     refuse_too_large(total, f"width: a layer of width {width}")
     layers: tuple[nn.Module, nn.Module]
     if config.mixer == "gcn":
-        sums = propagation(graph.edges, graph.nodes, config.self_loops, config.normalisation)
+        sums = propagation(graph.edges, graph.nodes, config.self_loops, config.normalization)
         layers = Convolution(inward, width, *sums), Convolution(width, classes, *sums)
     else:
-        mask = neighbours(graph, config.heads) if config.mixer != "all" else None
-        method = parse_method(config.method) if config.mixer != "neighbours" else None
+        mask = neighbors(graph, config.heads) if config.mixer != "all" else None
+        method = parse_method(config.method) if config.mixer != "neighbors" else None
         layers = (Attention(inward, width, width, config.heads, mask, method),
                   Attention(width, classes, width, config.heads, mask, method))  # fmt: skip
     first, second = layers
     return GraphNet(first, second, config.dropout, graph.features)
 
 
-def neighbours(graph: Graph, heads: int) -> Tensor:
-    """(n, n), True where a node is seen: itself, and those that an edge leads from."""
+def neighbors(graph: Graph, heads: int) -> Tensor:
+    """Return the attention mask (n, n), True for the node itself and the sources of its incoming edges."""
     needed = (1 + 16 * heads) * graph.nodes**2  # the mask, and the weights of both layers with their gradients
     if needed > memory():
-        raise UsageError(f"mixer: attention under a mask of {graph.nodes:,} nodes with {heads} heads needs "
-                         f"{needed / 2**30:,.0f} GiB; expected gcn or all")  # fmt: skip
+        raise UsageError(f"mixer: masked attention over {graph.nodes:,} nodes with {heads} heads needs "
+                         f"{needed / 2**30:,.0f} GiB, but this machine has {memory() / 2**30:,.0f} GiB; use gcn or "
+                         "all")  # fmt: skip
     mask = torch.eye(graph.nodes, dtype=torch.bool)
     mask[graph.edges[1], graph.edges[0]] = True
     return mask
 
 
 class Graphs:
-    """The task of the training loop: one step sees the graph."""
+    """The task of the training loop: each step processes the whole graph."""
 
     batches = 1
 
@@ -162,52 +164,52 @@ class Graphs:
 
 
 def flattened(points: Tensor) -> Tensor:
-    """(n, w) in the plane in which they differ most: their first two principal components."""
-    centred = (points - points.mean(0)).double()
-    _, _, directions = torch.linalg.svd(centred, full_matrices=False)
+    """Project points (n, w) to their first two principal components."""
+    centered = (points - points.mean(0)).double()
+    _, _, directions = torch.linalg.svd(centered, full_matrices=False)
     directions = directions[:2]
     largest = directions.gather(1, directions.abs().argmax(1, keepdim=True))
-    return F.pad(centred @ (directions * largest.sign()).T, (0, 2 - len(directions)))  # Else the sign is anyone's.
+    return F.pad(centered @ (directions * largest.sign()).T, (0, 2 - len(directions)))  # with a fixed sign
 
 
 def norms(graph: Graph, features: Tensor) -> dict[str, list[float]]:
-    """|P^k X| / |X| for k = 0, 1, ..., for each P."""
+    """Return |P^k X| / |X| for k = 0, 1, ... and each propagation matrix P."""
     from scipy.sparse import csr_matrix
 
     found = {}
-    for self_loops, normalisation in product((True, False), get_args(Normalisation)):
-        edges, weights = propagation(graph.edges, graph.nodes, self_loops, normalisation)
+    for self_loops, normalization in product((True, False), get_args(Normalization)):
+        edges, weights = propagation(graph.edges, graph.nodes, self_loops, normalization)
         matrix = csr_matrix((weights.double().numpy(), edges.flip(0).numpy()), (graph.nodes, graph.nodes))
         x, sizes = features.double().numpy(), []
         for _ in range(PROPAGATIONS + 1):
             sizes.append(float(np.linalg.norm(x) / max(float(features.double().norm()), 1e-30)))
             x = matrix @ x
-        found[f"{normalisation}, {'with' if self_loops else 'without'} self-loops"] = sizes
+        found[f"{normalization}, {'with' if self_loops else 'without'} self-loops"] = sizes
     return found
 
 
 def build(config: Config) -> Graphs:
-    if config.mixer in ("gcn", "neighbours") and config.method != Config.method:
-        warnings.warn(f"--method {config.method} has no effect: it is of attention to all nodes, --mixer all or both",
+    if config.mixer in ("gcn", "neighbors") and config.method != Config.method:
+        warnings.warn(f"--method {config.method} has no effect with --mixer {config.mixer}; use --mixer all or both",
                       stacklevel=2)  # fmt: skip
     return Graphs(config, load_graph(config.data))
 
 
 def label(config: Config) -> str:
-    """What tells a run apart from others."""
+    """Return a short description that distinguishes a run from others."""
     if config.mixer != "gcn":
-        return config.mixer if config.mixer == "neighbours" else f"{config.mixer}, {config.method}"
-    return f"gcn, {config.normalisation}, {'with' if config.self_loops else 'without'} self-loops"
+        return config.mixer if config.mixer == "neighbors" else f"{config.mixer}, {config.method}"
+    return f"gcn, {config.normalization}, {'with' if config.self_loops else 'without'} self-loops"
 
 
 def variants(config: Config) -> dict[str, Config]:
-    """The GCN with each switch, and attention in its place; all else is equal."""
-    base = replace(config, mixer="gcn", self_loops=True, normalisation="symmetric", method=Config.method)
+    """Return the GCN with each setting, and attention instead; everything else is equal."""
+    base = replace(config, mixer="gcn", self_loops=True, normalization="symmetric", method=Config.method)
     found = {}
-    for normalisation, self_loops in product(get_args(Normalisation), (True, False)):
-        name = f"gcn {normalisation}{'' if self_loops else ' no-loops'}"
-        found[name] = replace(base, normalisation=normalisation, self_loops=self_loops)
-    found["neighbours"] = replace(base, mixer="neighbours")
+    for normalization, self_loops in product(get_args(Normalization), (True, False)):
+        name = f"gcn {normalization}{'' if self_loops else ' no-loops'}"
+        found[name] = replace(base, normalization=normalization, self_loops=self_loops)
+    found["neighbors"] = replace(base, mixer="neighbors")
     return found | {mixer: replace(base, mixer=mixer, method=config.method) for mixer in ("all", "both")}
 
 
@@ -222,7 +224,7 @@ def pictures(run: Run, config: Config) -> dict[str, bytes]:
 
 
 def norms_picture(run: Run) -> bytes:
-    """Without normalisation they grow by a factor each time; with it they stay in sight of each other."""
+    """Plot feature norms by number of propagations: without normalization they grow exponentially."""
     figure, (left, right) = axes_of(2)
     for name, sizes in run.read_json(f"{NORMS}.json").items():
         if not is_finite(sizes):
@@ -231,13 +233,13 @@ def norms_picture(run: Run) -> bytes:
         axes.plot(range(len(sizes)), sizes, style, marker="o", markersize=3, label=name.replace("$", r"\$"))
     left.set_yscale("log")
     for axes in (left, right):
-        axes.set(xlabel="propagations", ylabel="norm of the features, at first 1")
+        axes.set(xlabel="propagations", ylabel="norm of the features, relative to the input")
         axes.legend(fontsize="small")
     return svg(figure)
 
 
 def is_finite(values: Any) -> bool:
-    """A list of numbers that can be drawn."""
+    """Return whether the values are a list of finite numbers."""
     return isinstance(values, list) and all(isinstance(x, int | float) and abs(x) < 1e300 for x in values)
 
 

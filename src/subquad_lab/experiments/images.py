@@ -1,9 +1,9 @@
-"""Is it better to pool a picture or to step over it, and is the difference larger than chance?
+"""Is max pooling better than strided convolutions for downsampling, and is the difference significant?
 
-    loss = mean of -log p(class | picture),  accuracy = share of pictures whose likeliest class is the right one.
+    loss = mean of -log p(class | image),  accuracy = fraction of images whose most likely class is correct
 
-Pictures come in a new order in each epoch, which follows from the seed and the epoch alone. The last batch is filled up
-with the first pictures of the order, so that all batches are of one size.
+Each epoch has a new order of the images, which depends only on the seed and the epoch. The last batch is filled up with
+the first images of the order, so that all batches have the same size.
 """
 
 from collections.abc import Callable
@@ -24,8 +24,8 @@ from subquad_lab.training.config import Training
 from subquad_lab.training.experiment import Carry, Experiment, PartName, Rows
 from subquad_lab.training.run import Run
 
-PIECE = 1 << 20  # pixels that are evaluated at once
-RANGE = 256.0  # by which the bytes of a picture are divided
+EVALUATION_PIXELS = 1 << 20  # per forward pass
+PIXEL_SCALE = 256.0  # Pixel values are divided by it.
 
 PUBLISHED = [
     {"what": f"{how}, rate {rate}, run {run}", "data": f"{OCT}, 529 test images", "figure": figure}
@@ -42,11 +42,11 @@ class Config(Training):
     """Train a small convolutional network.
 
     Args:
-        batch: Pictures of a step, over all processes.
-        data: A MedMNIST npz file, or a folder with MNIST's *-ubyte files; scikit-learn's digits if not given.
-        downsample: How a picture is halved: pool, the largest of 2x2, or stride, convolutions in steps of 2.
-        dropout: Before the second linear layer.
-        published_test: Of OCTMNIST, test on the 529 images that published figures are of; others are tested whole.
+        batch: Batch size, over all processes.
+        data: MedMNIST npz file, or folder with MNIST *-ubyte files. Default: scikit-learn's handwritten digits.
+        downsample: Downsampling: pool (2x2 max pooling) or stride (convolutions with stride 2).
+        dropout: Dropout probability before the second linear layer.
+        published_test: For OCTMNIST, test on the 529 images of the published results instead of the whole test set.
     """
 
     seeds: int = 3
@@ -64,27 +64,27 @@ class Config(Training):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.dropout < 1:
-            raise UsageError(f"dropout: expected a number from 0 to below 1, found {self.dropout}")
+            raise UsageError(f"dropout: expected a number in [0, 1), got {self.dropout}")
 
 
 class Images:
-    """The task of the training loop: pictures in a new order for each epoch."""
+    """The task of the training loop: images in a new order for each epoch."""
 
     def __init__(self, config: Config, pictures: Pictures) -> None:
         self.config, self.pictures = config, pictures
         _, height, width = pictures.shape
         least = next(side for side in range(1, 99) if halved_twice(side, config.downsample) >= 1)
         if min(height, width) < least:
-            raise UsageError(f"--data: {pictures.name} has pictures of {height}x{width}; expected at least "
-                             f"{least}x{least}")  # fmt: skip
-        with torch.device("meta"):  # which has sizes and no memory
+            raise UsageError(f"--data: expected images of at least {least}x{least}, got {height}x{width} in "
+                             f"{pictures.name}")  # fmt: skip
+        with torch.device("meta"):  # counts parameters without allocating them
             total = parameters(self._network())["total"]
-        refuse_too_large(total, f"--data: a network for pictures of {height}x{width}")
+        refuse_too_large(total, f"--data: a network for images of {height}x{width}")
         self.model = self._network()
         count = len(pictures.train[1])
         if count < config.batch:
-            raise UsageError(f"batch: expected at most the {count:,} training pictures of {pictures.name}, "
-                             f"found {config.batch}")  # fmt: skip
+            raise UsageError(f"batch: expected at most {count:,}, the number of training images of {pictures.name}, "
+                             f"got {config.batch}")  # fmt: skip
         self.batches = -(-count // config.batch)
         self.is_published_test = config.published_test and pictures.name in (OCT, f"{OCT}, changed")
         self.parts = {"valid": pictures.valid, "test": pictures.test}
@@ -120,7 +120,7 @@ class Images:
 
     def loss(self, model: nn.Module, rows: Rows, carry: Carry) -> tuple[Tensor, Carry]:
         pictures, classes = rows
-        return F.nll_loss(model(pictures / RANGE), classes), {}
+        return F.nll_loss(model(pictures / PIXEL_SCALE), classes), {}
 
     def count(self, rows: Rows) -> int:
         return len(rows[0])
@@ -130,11 +130,11 @@ class Images:
 
     @torch.no_grad()
     def predict(self, pictures: Tensor, check: Callable[[], None] = lambda: None) -> Tensor:
-        """Log probabilities of pictures (n, channels, height, width) of bytes."""
+        """Return log probabilities for images (n, channels, height, width) of bytes."""
         device, found = next(self.model.parameters()).device, []
-        for piece in pictures.split(max(1, PIECE // pictures[0].numel())):
+        for piece in pictures.split(max(1, EVALUATION_PIXELS // pictures[0].numel())):
             check()
-            found.append(self.model(piece.to(device) / RANGE).cpu())
+            found.append(self.model(piece.to(device) / PIXEL_SCALE).cpu())
         return torch.cat(found)
 
     def records(self) -> dict[str, Any]:
@@ -149,7 +149,7 @@ def build(config: Config) -> Images:
 
 
 def label(config: Config) -> str:
-    """What tells a run apart from others."""
+    """Return a short description that distinguishes a run from others."""
     return f"{config.downsample}, lr {config.lr:g}"
 
 
@@ -159,7 +159,7 @@ def pictures(run: Run, config: Config) -> dict[str, bytes]:
 
 
 def variants(config: Config) -> dict[str, Config]:
-    """Both ways to halve a picture; all else is equal."""
+    """Return both kinds of downsampling; everything else is equal."""
     return {how: replace(config, downsample=how) for how in get_args(Downsample)}
 
 
@@ -170,7 +170,7 @@ EXPERIMENT = Experiment(
     measure="accuracy",
     higher_is_better=True,
     unit="images",
-    loss_unit="picture",
+    loss_unit="image",
     build=build,
     label=label,
     variants=variants,

@@ -1,10 +1,10 @@
-"""How does a word language model's perplexity depend on what mixes the words?
+"""How does the perplexity of a word language model depend on its sequence mixer?
 
-    cross-entropy = mean of -log p(word | words before),  perplexity = exp(cross-entropy)
+    cross-entropy = mean of -log p(word | previous words),  perplexity = exp(cross-entropy)
 
-The training text is cut into as many streams as a batch has rows; a step reads the next `context` words of each. The
-recurrent models carry their state along, without its history (truncated backpropagation); a Transformer sees the words
-of one step alone.
+The training text is split into one stream per batch row, and each step reads the next `context` words of every stream.
+Recurrent models carry their state from step to step (truncated backpropagation through time); a Transformer attends
+only to the words of the current step.
 """
 
 import math
@@ -24,8 +24,8 @@ from subquad_lab.options.methods import parse_method, refuse_many_features
 from subquad_lab.training.config import Training
 from subquad_lab.training.experiment import Carry, Experiment, PartName, Rows
 
-PIECE = 4096  # words that are evaluated at once
-STREAMS = 16  # of an evaluation: each begins without a state, so they are few
+EVALUATION_WORDS = 4096  # per forward pass
+EVALUATION_STREAMS = 16  # Few, because each starts without a state.
 
 PUBLISHED = [
     {"what": "sigmoid RNN, embedding 256, width 512", "data": "Penn Treebank", "figure": 164},
@@ -38,18 +38,19 @@ class Config(Training):
     """Train a word language model.
 
     Args:
-        batch: Streams of text that are read side by side, over all processes.
-        data: A folder with Penn Treebank, WikiText or any text; Python's own documentation if not given.
+        batch: Batch size (number of parallel text streams), over all processes.
+        data: Folder with Penn Treebank, WikiText or other text files. Default: Python's embedded documentation.
         model: rnn (sigmoid), lstm or transformer.
-        method: Attention of the transformer: exact, taylor:DEGREE, random:FEATURES, linear:ACTIVATION, separable.
-        embedding: Width of the word vectors of rnn and lstm.
-        width: Of the hidden state, or of the transformer.
-        layers: Of lstm and transformer.
-        heads: Of the transformer.
-        context: Words of a stream in one step.
-        dropout: On word vectors, between layers and on outputs; never along time.
-        tied: Whether word vectors also make the logits; the transformer's always do.
-        positions: Of the transformer, rotary or learned.
+        method: Attention method of the transformer: exact, taylor:DEGREE, random:FEATURES, linear:ACTIVATION,
+            separable, window:SIZE, multipole:TOP.
+        embedding: Embedding size of rnn and lstm.
+        width: Hidden size.
+        layers: Number of layers of lstm and transformer.
+        heads: Number of attention heads of the transformer.
+        context: Context length: words per stream and step.
+        dropout: Dropout probability on embeddings, between layers and on outputs; not on recurrent connections.
+        tied: Share the input and output embeddings. Always true for the transformer.
+        positions: Position encoding of the transformer: rotary or learned.
     """
 
     epochs: int = 10
@@ -74,11 +75,11 @@ class Config(Training):
         super().__post_init__()
         for name in ("embedding", "width", "layers", "heads", "context"):
             if getattr(self, name) < 1:
-                raise UsageError(f"{name}: expected a whole number >= 1, found {getattr(self, name)}")
+                raise UsageError(f"{name}: expected a positive integer, got {getattr(self, name)}")
         if not 0 <= self.dropout < 1:
-            raise UsageError(f"dropout: expected a number from 0 to below 1, found {self.dropout}")
+            raise UsageError(f"dropout: expected a number in [0, 1), got {self.dropout}")
         if self.model == "transformer" and self.width % self.heads:
-            raise UsageError(f"heads: expected a number that divides the width of {self.width}, found {self.heads}")
+            raise UsageError(f"heads: expected a divisor of the width {self.width}, got {self.heads}")
         if self.model == "transformer":
             refuse_many_features(self.method, self.width // self.heads)
 
@@ -104,8 +105,9 @@ class Language:
         length = (len(corpus.train) - 1) // config.batch
         self.batches = length // config.context
         if not self.batches:
-            raise UsageError(f"batch: {config.batch} streams of {config.context} words need more text than the "
-                             f"{len(corpus.train):,} words of {corpus.name}")  # fmt: skip
+            raise UsageError(f"batch: {config.batch} streams of {config.context} words need more than the "
+                             f"{len(corpus.train):,} training words of {corpus.name}; use a smaller --batch or "
+                             "--context")  # fmt: skip
         self.inputs = corpus.train[: config.batch * length].view(config.batch, length)
         self.targets = corpus.train[1 : config.batch * length + 1].view(config.batch, length)
         self.carries = config.model != "transformer"
@@ -134,15 +136,16 @@ class Language:
 
     @torch.no_grad()
     def evaluate(self, part: PartName, check: Callable[[], None]) -> dict[str, float]:
-        """Every word of the part but the first, once."""
+        """Return the metrics over every word of the part except the first."""
         words = getattr(self.corpus, part)
         device = next(self.model.parameters()).device
-        length = -(-(len(words) - 1) // STREAMS)
-        inputs, targets = words.new_zeros(STREAMS * length), words.new_full((STREAMS * length,), -100)
+        streams = EVALUATION_STREAMS
+        length = -(-(len(words) - 1) // streams)
+        inputs, targets = words.new_zeros(streams * length), words.new_full((streams * length,), -100)
         inputs[: len(words) - 1], targets[: len(words) - 1] = words[:-1], words[1:]
-        piece = PIECE // STREAMS if self.carries else self.config.context
-        pairs = (x.view(STREAMS, length).split(piece, 1) for x in (inputs, targets))
-        total, carry = torch.zeros((), dtype=torch.float64), self.begin(STREAMS).get("state")
+        piece = EVALUATION_WORDS // streams if self.carries else self.config.context
+        pairs = (x.view(streams, length).split(piece, 1) for x in (inputs, targets))
+        total, carry = torch.zeros((), dtype=torch.float64), self.begin(streams).get("state")
         for x, y in zip(*pairs, strict=True):
             for rows, wanted in _fitting(x.to(device), y.to(device), self.carries):
                 check()
@@ -158,29 +161,29 @@ class Language:
 
     def sample(self, prompt: str, count: int, temperature: float, top_k: int | None, top_p: float | None,
                seed: int) -> str:  # fmt: skip
-        """The prompt, and what the model says after it up to the end of the sentence."""
+        """Return the prompt with its continuation up to the end of the sentence."""
         place, words = self.corpus.numbers, self.corpus.split(prompt)
         if not words:
-            raise UsageError("--prompt: expected at least one word, found none")
+            raise UsageError("--prompt: expected at least one word, got none")
         for word in words:
             if word not in place:
-                raise UsageError(f"--prompt: the model does not know the word {word!r}")
+                raise UsageError(f"--prompt: {word!r} is not in the model's vocabulary")
         numbers = [place[word] for word in words]
         if self.config.model == "transformer" and self.config.positions == "learned":
             if len(numbers) >= self.config.context:
-                raise UsageError(f"--prompt: learned positions have room for {self.config.context} words, found "
-                                 f"{len(numbers)} and none to add")  # fmt: skip
+                raise UsageError(f"--prompt: expected fewer than {self.config.context} words, the number of learned "
+                                 f"positions, got {len(numbers)}")  # fmt: skip
             count = min(count, self.config.context - len(numbers))
         generator = torch.Generator().manual_seed(seed)
         self.model.eval()
-        said = generate(self.model, numbers, count, temperature=temperature, top_k=top_k, top_p=top_p,
-                        generator=generator, end=place[END], banned=place[UNKNOWN])  # fmt: skip
-        return self.corpus.text([*numbers, *said]).removesuffix(END).strip()
+        added = generate(self.model, numbers, count, temperature=temperature, top_k=top_k, top_p=top_p,
+                         generator=generator, end=place[END], banned=place[UNKNOWN])  # fmt: skip
+        return self.corpus.text([*numbers, *added]).removesuffix(END).strip()
 
 
 def _fitting(inputs: Tensor, targets: Tensor, whole: bool) -> list[tuple[Tensor, Tensor]]:
-    """All rows at once where their state is carried; else as many as fit into a piece."""
-    rows = len(inputs) if whole else max(1, PIECE // inputs.shape[1])
+    """Split the rows to limit memory; keep them together if their state is carried."""
+    rows = len(inputs) if whole else max(1, EVALUATION_WORDS // inputs.shape[1])
     return list(zip(inputs.split(rows), targets.split(rows), strict=True))
 
 
@@ -192,7 +195,7 @@ METHODS = ("exact", "taylor:2", "random:64", "linear:elu", "separable")
 
 
 def variants(config: Config) -> dict[str, Config]:
-    """The Transformer with each method, and recurrent models with as many parameters; all else is equal."""
+    """Return the Transformer with each method, and recurrent models of about the same size; the rest is equal."""
     words = len(load_text(config.data).words)
     base = replace(config, model="transformer")
     total = count_parameters(base, words)
@@ -201,12 +204,12 @@ def variants(config: Config) -> dict[str, Config]:
 
 
 def label(config: Config) -> str:
-    """What tells a run apart from others."""
+    """Return a short description that distinguishes a run from others."""
     return f"{config.model}, {config.method}" if config.model == "transformer" else config.model
 
 
 def matched(config: Config, words: int, total: int) -> Config:
-    """The width, also of the word vectors, with which the model has about so many parameters."""
+    """Return the config with the width and embedding size that give about `total` parameters."""
     sized = [replace(config, width=width, embedding=width) for width in range(2, 4097, 2)]
     low, high = 0, len(sized) - 1
     while low < high:

@@ -1,9 +1,9 @@
-"""Speech to characters: does a decoder spell better with an LSTM or with attention, and can the encoder be linear?
+"""Speech to characters: is an LSTM or an attention decoder more accurate, and can the encoder be linear?
 
-    loss = mean over clips of the mean of -log p(character | sound, characters before), with smoothed labels
+    loss = mean over clips of the mean of -log p(character | audio, previous characters), with label smoothing
 
-A batch holds clips of like length, so that little of it is padding. Padding is hidden from every layer and does not
-count, unless the published set-up is asked for, which pads all clips to one length and hides nothing.
+A batch holds clips of similar length to limit padding. Padding is masked in every layer and in the loss, except in the
+published setup, which pads all clips to one length and masks nothing.
 """
 
 import re
@@ -31,10 +31,10 @@ from subquad_lab.training.experiment import Carry, Experiment, PartName, Rows
 from subquad_lab.training.run import Run
 
 SIMILARITIES = {"jaccard": jaccard, "cosine": cosine, "damerau": damerau}
-SORTED = 16  # batches that are sorted by length together
-PIECE = 32  # clips that are evaluated at once
-MAPS = 3  # clips whose attention is shown
-MOST_LETTERS, MOST_OF_WORD = 60, 12  # beside a map
+SORTED_BATCHES = 16  # that are sorted by length together
+EVALUATION_CLIPS = 32  # per forward pass
+SHOWN_CLIPS = 3  # whose attention is plotted
+MAX_LABEL_CHARACTERS, MAX_LABEL_WORD = 60, 12  # next to an attention plot
 LOOKS = "looks"
 FRAME_SECONDS = 0.02  # between two frames of the encoder
 
@@ -46,27 +46,27 @@ PUBLISHED = [
 
 @dataclass(frozen=True)
 class Config(Training):
-    """Train a network that writes down what is said.
+    """Train a network that transcribes speech.
 
     Args:
-        batch: Clips of a step, over all processes.
-        data: A folder with metadata.csv and wavs/ (LJSpeech), or with spoken digits; spoken numbers, synthesised, if
-            not given.
-        split: Of spoken digits, into parts: by index or by speaker.
-        clips: Spoken numbers, or strings of digits, in all parts, 2,400 if not given; of metadata.csv the first lines,
-            all if not given.
-        resample: To 16 kHz; without it sound of another rate is taken as if it had that.
+        batch: Batch size, over all processes.
+        data: Folder with metadata.csv and wavs/ (LJSpeech), or with spoken digits. Default: synthesized spoken numbers
+            (needs the extra `speech`).
+        split: How spoken digits are split into training, validation and test set: by index or by speaker.
+        clips: Number of clips: of spoken numbers or strings of digits (default: 2,400), or of lines of metadata.csv
+            (default: all).
+        resample: Resample to 16 kHz. If false, samples are treated as 16 kHz whatever their rate.
         decoder: lstm or attention.
-        method: Attention of the encoder: exact, taylor:DEGREE, random:FEATURES, linear:ACTIVATION, separable.
-        decoder_method: Attention of the attention decoder to its own characters.
-        width: Of all layers.
-        heads: Of attention.
-        blocks: Of the encoder.
-        dropout: In all layers.
-        smoothing: Of the labels.
-        characters: The most of a text that is learned and spelled; longer ones are cut.
-        frames: Pad all clips to so many, and cut longer ones; to the longest of the batch if not given.
-        masks: Whether padding is hidden, in the sound and in the text.
+        method: Attention method of the encoder: exact, taylor:DEGREE, random:FEATURES, linear:ACTIVATION, separable.
+        decoder_method: Method of the self-attention of the attention decoder.
+        width: Hidden size.
+        heads: Number of attention heads.
+        blocks: Number of encoder blocks.
+        dropout: Dropout probability.
+        smoothing: Label smoothing.
+        characters: Maximum number of characters per text; longer texts are cut.
+        frames: Pad or cut all clips to this many frames. Default: pad to the longest clip of the batch.
+        masks: Mask padding in audio and text.
     """
 
     epochs: int = 25
@@ -95,14 +95,14 @@ class Config(Training):
         super().__post_init__()
         for name in ("clips", "width", "heads", "blocks", "characters"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise UsageError(f"{name}: expected a whole number >= 1, found {getattr(self, name)}")
+                raise UsageError(f"{name}: expected a positive integer, got {getattr(self, name)}")
         if self.frames is not None and self.frames < 2:
-            raise UsageError(f"frames: expected a whole number >= 2, found {self.frames}")
+            raise UsageError(f"frames: expected an integer >= 2, got {self.frames}")
         for name in ("dropout", "smoothing"):
             if not 0 <= getattr(self, name) < 1:
-                raise UsageError(f"{name}: expected a number from 0 to below 1, found {getattr(self, name)}")
+                raise UsageError(f"{name}: expected a number in [0, 1), got {getattr(self, name)}")
         if self.width % self.heads or self.width % 2 or self.width < 4:
-            raise UsageError(f"width: expected an even number >= 4 that {self.heads} heads divide, found {self.width}")
+            raise UsageError(f"width: expected an even number >= 4 that --heads {self.heads} divides, got {self.width}")
         for method in (self.method, self.decoder_method):
             refuse_many_features(method, self.width // self.heads)
 
@@ -117,14 +117,14 @@ def make_model(config: Config) -> Speech:
 
 
 class SpeechTask:
-    """The task of the training loop: clips of like length side by side."""
+    """The task of the training loop: batches of clips of similar length."""
 
     def __init__(self, config: Config, clips: Clips) -> None:
         self.config, self.clips = config, clips
         self.model = make_model(config)
         if len(clips.train) < config.batch:
-            raise UsageError(f"batch: expected at most the {len(clips.train):,} training clips of {clips.name}, "
-                             f"found {config.batch}")  # fmt: skip
+            raise UsageError(f"batch: expected at most {len(clips.train):,}, the number of training clips of "
+                             f"{clips.name}, got {config.batch}")  # fmt: skip
         self.batches = -(-len(clips.train) // config.batch)
         self.order: tuple[int, Tensor] = (-1, torch.empty(0))  # of an epoch
 
@@ -136,21 +136,23 @@ class SpeechTask:
             "name": clips.name, "sha256": clips.checksum, "sizes": sizes, "skipped": len(clips.skipped),
             "unknown_characters": sum(text.count(UNKNOWN) for text in texts),
             "cut_texts": sum(len(text) > self.config.characters for text in texts),
-            "cut_clips": sum(int((part.lengths > self._most).sum()) for part in (clips.train, clips.valid, clips.test)),
+            "cut_clips": sum(
+                int((part.lengths > self._max_frames).sum()) for part in (clips.train, clips.valid, clips.test)
+            ),
             "longest": self._longest(), "usual": usual(clips.train)._asdict(),
         }  # fmt: skip
         return {"data": data, "parameters": parameters(self.model)}
 
     @property
-    def _most(self) -> int:
-        """Frames of a clip that are seen."""
+    def _max_frames(self) -> int:
+        """Maximum number of frames of a clip; longer clips are cut."""
         return self.config.frames or 1 << 62
 
     def _longest(self) -> int:
-        """Frames of the longest training clip that is learned whole, in sound and text; 0 if none is."""
+        """Return the number of frames of the longest training clip whose audio and text are not cut, or 0."""
         part = self.clips.train
         whole = [int(n) for n, text in zip(part.lengths, part.texts, strict=True)
-                 if n <= self._most and len(text) <= self.config.characters]  # fmt: skip
+                 if n <= self._max_frames and len(text) <= self.config.characters]  # fmt: skip
         return max(whole, default=0)
 
     def batch(self, epoch: int, index: int) -> Rows:
@@ -160,18 +162,18 @@ class SpeechTask:
         return self.rows(self.clips.train, self.order[1][index * size : (index + 1) * size].tolist())
 
     def _ordered(self, epoch: int) -> Tensor:
-        """Drawn at random, sorted by length within a few batches, and those batches shuffled."""
+        """Return a random order, sorted by length within groups of batches, with the batches shuffled."""
         generator = torch.Generator().manual_seed(self.config.seed * 1_000_003 + epoch)
         size, lengths = self.config.batch, self.clips.train.lengths
         order = torch.randperm(len(lengths), generator=generator)
         order = torch.cat([order, order[: self.batches * size - len(order)]])
         if not self.config.masks:
-            return order  # All clips are padded alike.
-        groups = [group[lengths[group].argsort(stable=True)] for group in order.split(SORTED * size)]
+            return order  # All clips are padded to the same length.
+        groups = [group[lengths[group].argsort(stable=True)] for group in order.split(SORTED_BATCHES * size)]
         return torch.cat(groups).view(self.batches, size)[torch.randperm(self.batches, generator=generator)].flatten()
 
     def rows(self, part: Part, chosen: list[int]) -> Rows:
-        """Frames (b, t, 80), how many of them are sound (b), and characters with start and end (b, n)."""
+        """Return frames (b, t, 80), their valid lengths (b), and characters with start and end (b, n)."""
         config = self.config
         texts = [[START, *characters(part.texts[i])[: config.characters], END] for i in chosen]
         longest = max(map(len, texts)) if config.masks else config.characters + 2
@@ -185,7 +187,7 @@ class SpeechTask:
         return self._losses(model, rows).mean(), {}
 
     def _losses(self, model: nn.Module, rows: Rows) -> Tensor:
-        """Of each clip, the mean over its characters."""
+        """Return the loss of each clip, averaged over its characters."""
         frames, lengths, tokens = rows
         logits, wanted = model(frames, lengths, tokens[:, :-1]), tokens[:, 1:]
         each = F.cross_entropy(logits.mT, wanted, reduction="none", label_smoothing=self.config.smoothing)
@@ -199,25 +201,25 @@ class SpeechTask:
 
     @torch.no_grad()
     def evaluate(self, which: PartName, check: Callable[[], None]) -> dict[str, float]:
-        """The loss, and how near the texts are that the model spells, greedily."""
+        """Return the loss, error rates and similarities with greedy decoding."""
         part = getattr(self.clips, which)
         losses, given = [], []
         device = next(self.model.parameters()).device
         order = part.lengths.argsort(stable=True).tolist()
-        for begin in range(0, len(order), PIECE):
+        for begin in range(0, len(order), EVALUATION_CLIPS):
             check()
-            rows = tuple(x.to(device) for x in self.rows(part, order[begin : begin + PIECE]))
+            rows = tuple(x.to(device) for x in self.rows(part, order[begin : begin + EVALUATION_CLIPS]))
             losses.append(self._losses(self.model, rows).double().cpu())
             given += spelled(self.config, self.model, rows[0], rows[1])
         found = measures([part.texts[i] for i in order], given, self.config.characters)
         return {**found, "loss": float(torch.cat(losses).mean())}
 
     def records(self) -> dict[str, Any]:
-        """What was spelled for the first clips of the test part, where the decoder looked, and what was left out."""
+        """Return transcripts and attention maps of the first test clips, and the skipped clips."""
         self.model.eval()
         part, device = self.clips.test, next(self.model.parameters()).device
         looks = []
-        for i in range(min(MAPS, len(part))):
+        for i in range(min(SHOWN_CLIPS, len(part))):
             frames, lengths, _ = (x.to(device) for x in self.rows(part, [i]))
             (given,) = spelled(self.config, self.model, frames, lengths)
             weights = self.model.look(frames, lengths, torch.tensor([[START, *given]], device=device))
@@ -228,7 +230,7 @@ class SpeechTask:
 
 
 def side_by_side(config: Config, clips: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Frames (b, t, 80) of clips, and how many of them are sound (b)."""
+    """Pad clips to frames (b, t, 80), and return them with their valid lengths (b)."""
     clips = [clip[: config.frames] for clip in clips]
     frames = torch.zeros(len(clips), config.frames or max(map(len, clips)), MELS)
     for row, clip in zip(frames, clips, strict=True):
@@ -244,9 +246,9 @@ def spelled(config: Config, model: Speech, frames: Tensor, lengths: Tensor, beam
 
 
 def measures(texts: list[str], given: list[list[int]], limit: int) -> dict[str, float]:
-    """Error rates against the whole texts; similarities as published, of texts cut to `limit`, with start and end.
+    """Return error rates relative to the full texts, and similarities of texts cut to `limit`, with start and end.
 
-    What has not ended by the limit has no end.
+    The similarities follow the published setup. An output that reaches the limit has no end token.
     """
     read = [text_of(numbers) for numbers in given]
     pairs = [([START, *characters(text)[:limit], END], [START, *numbers, *([END] if len(numbers) < limit else [])])
@@ -260,18 +262,18 @@ def measures(texts: list[str], given: list[list[int]], limit: int) -> dict[str, 
 
 def build(config: Config) -> SpeechTask:
     if config.decoder == "lstm" and config.decoder_method != Config.decoder_method:
-        warnings.warn(f"--decoder-method {config.decoder_method} has no effect: it is of --decoder attention",
-                      stacklevel=2)  # fmt: skip
+        warnings.warn(f"--decoder-method {config.decoder_method} has no effect with --decoder lstm; use --decoder "
+                      "attention", stacklevel=2)  # fmt: skip
     return SpeechTask(config, load_speech(config.data, config.split, config.clips, config.resample))
 
 
 def label(config: Config) -> str:
-    """What tells a run apart from others."""
+    """Return a short description that distinguishes a run from others."""
     return f"{config.decoder} decoder, {config.method} encoder"
 
 
 def pictures(run: Run, config: Config) -> dict[str, bytes]:
-    """Similarities and losses by epoch, and where the decoder looked."""
+    """Plot similarities and losses by epoch, and attention maps."""
     found = {"similarities": similarities_picture(run), "losses": losses_picture(run)}
     if (run.folder / f"{LOOKS}.json").is_file():
         found[LOOKS] = looks_picture(run, config)
@@ -284,7 +286,7 @@ def similarities_picture(run: Run) -> bytes:
         points = by_epoch([run], name)[1]
         if points:
             axes.plot(*zip(*points, strict=True), "o-", markersize=3, label=name)
-    axes.set(ylabel="similarity to what was said, validation", ylim=(0, 1))
+    axes.set(ylabel="validation similarity to the reference", ylim=(0, 1))
     epochs_across(axes)
     axes.legend(fontsize="small")
     return svg(figure)
@@ -302,13 +304,13 @@ def losses_picture(run: Run) -> bytes:
 
 
 def looks_picture(run: Run, config: Config) -> bytes:
-    """A map for each clip: characters down, time across; faint looks are seen too."""
+    """Plot the attention map of each clip: characters by time, on a square-root color scale."""
     from matplotlib.colors import PowerNorm
 
     clips = run.read_json(f"{LOOKS}.json").get("clips")
     if not isinstance(clips, list) or not clips or not all(isinstance(clip, dict) for clip in clips):
-        raise UsageError(f"{run.folder / LOOKS}.json: expected clips")
-    seconds = "seconds" if config.resample else "seconds, as if the sound had 16 kHz"
+        raise UsageError(f"{run.folder / LOOKS}.json: expected a list of clips")
+    seconds = "seconds" if config.resample else "seconds, assuming 16 kHz"
     figure, all_axes = axes_of(len(clips), square=True)
     for clip in clips:
         weights, given = clip.get("weights"), clip.get("given")
@@ -321,26 +323,26 @@ def looks_picture(run: Run, config: Config) -> bytes:
         shown = axes.imshow(weights, aspect="auto", cmap="Blues", norm=norm,
                             extent=(0, len(weights[0]) * FRAME_SECONDS, len(weights), 0))  # fmt: skip
         axes.set_yticks([row + 0.5 for row in names], [name.replace("$", r"\$") for name in names.values()], fontsize=7)
-        axes.set(xlabel=seconds, ylabel="what is spelled")
-    figure.colorbar(shown, ax=all_axes, label="weight, colours by its square root")
+        axes.set(xlabel=seconds, ylabel="output")
+    figure.colorbar(shown, ax=all_axes, label="attention weight")
     return svg(figure)
 
 
 def row_names(given: str) -> dict[int, str]:
-    """The characters of a text, or of a long one its words, by the rows that they begin in; and its end."""
-    parts = r"." if len(given) < MOST_LETTERS else r"\S+"
-    return {found.start(): found[0][:MOST_OF_WORD] for found in re.finditer(parts, given)} | {len(given): "end"}
+    """Return row labels: the characters of a text, or the words of a long text, and its end."""
+    parts = r"." if len(given) < MAX_LABEL_CHARACTERS else r"\S+"
+    return {found.start(): found[0][:MAX_LABEL_WORD] for found in re.finditer(parts, given)} | {len(given): "end"}
 
 
 def is_table(values: Any) -> bool:
-    """Rows of numbers, all of one length."""
+    """Return whether the values are rows of finite numbers of equal length."""
     return (isinstance(values, list) and all(isinstance(row, list) and row for row in values)
             and len({len(row) for row in values}) == 1
             and all(isinstance(x, int | float) and abs(x) < 1e300 for row in values for x in row))  # fmt: skip
 
 
 def variants(config: Config) -> dict[str, Config]:
-    """Both decoders; all else is equal."""
+    """Return both decoders; everything else is equal."""
     return {decoder: replace(config, decoder=decoder) for decoder in ("lstm", "attention")}
 
 

@@ -1,4 +1,4 @@
-"""Runs that are there: of which experiment, with which config, and their tasks with the weights that they learned."""
+"""Existing runs: their experiments, configs, and tasks with trained weights."""
 
 import sys
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from subquad_lab.training.seeds import members
 
 
 def experiment_of(run: Run) -> tuple[Experiment[Any], Any]:
-    """The experiment of a run, or of a series, and its config."""
+    """Return the experiment and the config of a run or a series."""
     path = run.folder / CONFIG
     values = read(path)
     experiment = experiment_named(str(values.pop("experiment", None)))
@@ -23,17 +23,17 @@ def experiment_of(run: Run) -> tuple[Experiment[Any], Any]:
 
 
 def is_series(folder: Path) -> bool:
-    """Whether the folder holds runs with several seeds."""
+    """Return whether the folder holds a series of runs with several seeds."""
     return (folder / CONFIG).is_file() and not (folder / ABOUT).is_file() and experiment_of(Run(folder))[1].seeds > 1
 
 
 def opened(folder: Path) -> tuple[Experiment[Any], Any]:
-    """The experiment and the config of a folder, which must be that of a run or of a series."""
+    """Return the experiment and the config of a folder; raise unless it holds a run or a series."""
     return experiment_of(Run(folder) if is_series(folder) else Run.open(folder))
 
 
 def trained(folder: Path) -> tuple[Run, Any]:
-    """A run's task with its best weights, or its last, as its config says; ready to be used."""
+    """Return a run and its task with the best or last weights, as configured, in evaluation mode."""
     run = Run.open(folder)
     experiment, config = experiment_of(run)
     task = lifecycle.reopen(experiment, config, run).task
@@ -42,7 +42,7 @@ def trained(folder: Path) -> tuple[Run, Any]:
 
 
 def chosen(folder: Path) -> Path:
-    """The run itself, or of a series the one that is best on the validation part."""
+    """Return the folder of the run, or of the best run of a series by validation result."""
     if not is_series(folder):
         return folder
     experiment, config = experiment_of(Run(folder))
@@ -52,9 +52,9 @@ def chosen(folder: Path) -> Path:
         if result is not None:
             found[place] = result["valid"][experiment.measure]
     if not found:
-        raise UsageError(f"RUN: {folder} has no finished run yet; `subquad train --resume {folder}` goes on")
+        raise UsageError(f"RUN: {folder} has no finished run yet; resume it with: subquad train --resume {folder}")
     choose: Callable[..., Path] = max if experiment.higher_is_better else min
     best = choose(found, key=found.__getitem__)
     measure = experiment.measure.replace("_", " ")
-    print(f"subquad: {best} speaks, of {len(found)} finished runs the best in validation {measure}", file=sys.stderr)
+    print(f"subquad: using {best}, the best of {len(found)} finished runs by validation {measure}", file=sys.stderr)
     return best

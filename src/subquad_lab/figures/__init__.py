@@ -1,1 +1,1 @@
-"""What is made of numbers: intervals, measures, tables and pictures."""
+"""Confidence intervals, metrics, tables and plots."""

@@ -1,8 +1,8 @@
-"""What a model that chooses among classes got right: in all, by class, and what it took for what.
+"""Metrics of classifiers.
 
-accuracy = share of examples whose likeliest class is the right one
-cross-entropy = mean of -log p(right class)
-confusion[i, j] = examples of class i that were taken for class j
+accuracy = fraction of examples whose most likely class is correct
+cross-entropy = mean of -log p(correct class)
+confusion[i, j] = number of examples of class i that were classified as class j
 """
 
 from dataclasses import dataclass
@@ -21,16 +21,16 @@ PREDICTIONS = "predictions"
 
 
 def figures(log_probabilities: Tensor, wanted: Tensor) -> dict[str, float]:
-    """Of examples (n, classes) and their classes (n)."""
+    """Return the metrics for log probabilities (n, classes) and correct classes (n)."""
     if log_probabilities.isnan().any():
-        raise Diverged("evaluation: the probabilities are not numbers; in a new run, try a smaller lr")
+        raise Diverged("evaluation: the probabilities are NaN; try a smaller --lr in a new run")
     right = (log_probabilities.argmax(-1) == wanted).double().mean()
     return {"accuracy": float(right), "cross_entropy": float(F.nll_loss(log_probabilities.double(), wanted))}
 
 
 @dataclass(frozen=True)
 class Predictions:
-    """Of the test part: the class of each example, and what it was taken for."""
+    """The correct and the predicted class of each test example."""
 
     classes: list[str]
     wanted: list[int]
@@ -46,7 +46,7 @@ class Predictions:
         return torch.bincount(pairs, minlength=count**2).view(count, count)
 
     def by_class(self) -> dict[str, float]:
-        """The share of each class that was recognised; classes without examples are left out."""
+        """Return the accuracy of each class that has examples."""
         table = self.confusion()
         counts = table.sum(1)
         return {name: float(table[i, i] / counts[i]) for i, name in enumerate(self.classes) if counts[i]}
@@ -56,44 +56,46 @@ class Predictions:
 
     @classmethod
     def of(cls, folder: Path) -> "Predictions | None":
-        """Those that a run has written down in its folder, checked; None while it is not finished."""
+        """Return the validated predictions of a run, or None if it is not finished."""
         path = folder / f"{PREDICTIONS}.json"
         if not path.is_file():
             return None
         content = read_json(path)
         classes, wanted, found = (content.get(name) for name in ("classes", "wanted", "found"))
         if not isinstance(classes, list) or not all(isinstance(name, str) for name in classes):
-            raise UsageError(f"{path}: expected the names of the classes")
+            raise UsageError(f"{path}: expected class names under 'classes'")
         for numbers in (wanted, found):
             if not isinstance(numbers, list) or not all(
                 type(number) is int and 0 <= number < len(classes) for number in numbers
             ):
-                raise UsageError(f"{path}: expected numbers of classes from 0 to below {len(classes)}")
+                raise UsageError(f"{path}: expected class numbers in [0, {len(classes)})")
         assert isinstance(wanted, list) and isinstance(found, list)
         if not wanted or len(wanted) != len(found):
-            raise UsageError(f"{path}: expected as many predictions as examples, found {len(found)}, {len(wanted)}")
+            raise UsageError(
+                f"{path}: expected one prediction per example, got {len(found)} for {len(wanted)} examples"
+            )
         return cls(classes, wanted, found)
 
 
 def confusion_picture(predictions: Predictions) -> bytes:
-    """Rows are classes, columns what they were taken for; shades are shares of a row."""
+    """Plot the confusion matrix: rows are correct classes, columns predictions, shades fractions of a row."""
     table = predictions.confusion()
     shares = table / table.sum(1, keepdim=True).clamp(min=1)
-    names = [name.replace("$", r"\$") for name in predictions.classes]  # no formulas
+    names = [name.replace("$", r"\$") for name in predictions.classes]  # not math mode
     figure, (axes,) = axes_of(1, square=True)
     axes.grid(False)
     axes.imshow(shares.tolist(), cmap="Blues", vmin=0, vmax=1)
     places = range(len(names))
-    recognised = predictions.by_class()
-    rows = [f"{name}  {recognised[given]:.1%}" if (given := predictions.classes[i]) in recognised else name
+    recognized = predictions.by_class()
+    rows = [f"{name}  {recognized[given]:.1%}" if (given := predictions.classes[i]) in recognized else name
             for i, name in enumerate(names)]  # fmt: skip
     axes.set_xticks(places, names, rotation=45, ha="right")
     axes.set_yticks(places, rows)
-    axes.set(xlabel="taken for", ylabel="class, and the share that was recognised")
+    axes.set(xlabel="predicted class", ylabel="correct class, with its accuracy")
     if len(names) <= 20:
         for i in places:
             for j in places:
                 if table[i, j]:
-                    colour = "white" if shares[i, j] > 0.5 else "black"
-                    axes.text(j, i, str(int(table[i, j])), ha="center", va="center", color=colour, fontsize="small")
+                    color = "white" if shares[i, j] > 0.5 else "black"
+                    axes.text(j, i, str(int(table[i, j])), ha="center", va="center", color=color, fontsize="small")
     return svg(figure)

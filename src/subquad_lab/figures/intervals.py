@@ -1,13 +1,13 @@
-"""How much of a figure is chance.
+"""Confidence intervals over seeds.
 
     over n seeds:   mean +- t(0.975, n - 1) * sqrt(variance / n)
     a - b:          +- t * sqrt(variance_a / n_a + variance_b / n_b + variance_i / N)
 
-Of c differences each has the level 1 - 0.05 / c, so that all of them together are right in 95 % of all cases.
+With c differences, each has the level 1 - 0.05 / c (Bonferroni), for a family-wise confidence of 95 %.
 
-The last term is for the test part being a sample itself: on example i of N, d_i is the share of a's seeds that were
-right less the share of b's, and variance_i is the variance of the d_i. Both were tested on the same examples, so what
-is hard for both does not count. The noise of the seeds is partly in that term too: the interval errs on the wide side.
+The last term accounts for the test set being a sample: on example i of N, d_i is the fraction of a's seeds that were
+correct minus that of b's, and variance_i is the variance of the d_i. Both are tested on the same examples, so examples
+that are hard for both cancel. The noise of the seeds is partly in that term too, so the interval is conservative.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ RANGES = {
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean, and how far to either side of it the truth may lie."""
+    """A mean and the half-width of its confidence interval."""
 
     mean: float
     half: float
@@ -38,7 +38,7 @@ class Interval:
 
 
 def over_seeds(values: Sequence[float]) -> Interval:
-    """At least two values, one for each seed.
+    """Return the mean and its 95 % confidence interval for at least two values, one per seed.
 
     >>> print(over_seeds([0.80, 0.82, 0.81]))
     0.81 +- 0.025
@@ -66,21 +66,21 @@ def difference(
     a: Sequence[float], b: Sequence[float], right_a: Sequence[float] | None = None,
     right_b: Sequence[float] | None = None, comparisons: int = 1,
 ) -> Interval:  # fmt: skip
-    """Of the mean of a less that of b, each with at least two seeds.
+    """Return the interval of mean(a) - mean(b), each with at least two seeds.
 
     Args:
-        a: The figure of each seed.
-        b: Of what it is compared with.
-        right_a: For each test example, the share of a's seeds that were right; where it is known.
-        right_b: The same of b, for the same examples.
-        comparisons: Differences that are looked at together.
+        a: Value of each seed.
+        b: Value of each seed of the baseline.
+        right_a: For each test example, the fraction of a's seeds that were correct, if known.
+        right_b: The same for b, on the same examples.
+        comparisons: Number of differences that share the confidence level.
 
     >>> print(difference([0.90, 0.91, 0.92], [0.80, 0.82, 0.81]))
     0.1 +- 0.023
     """
     parts = variance(a) / len(a), variance(b) / len(b)
     seeds = sum(parts)
-    # The degrees of freedom of Welch and Satterthwaite; where no seed differs, those of a common variance.
+    # Welch-Satterthwaite degrees of freedom; if all variances are 0, those of a pooled variance.
     below = parts[0] ** 2 / (len(a) - 1) + parts[1] ** 2 / (len(b) - 1)
     freedom = seeds**2 / below if below else len(a) + len(b) - 2
     examples = 0.0
@@ -90,7 +90,7 @@ def difference(
 
 
 def quantile(freedom: float, comparisons: int = 1) -> float:
-    """Of Student's t distribution: what it exceeds to either side in 5 % of all cases, shared out to comparisons."""
+    """Return the two-sided 95 % quantile of Student's t distribution, Bonferroni-corrected for `comparisons`."""
     from scipy.special import stdtrit
 
     return float(stdtrit(freedom, 1 - (1 - LEVEL) / (2 * comparisons)))

@@ -1,35 +1,35 @@
-"""Pictures as SVG: curves of a run, or of several side by side."""
+"""SVG plots: learning curves of one run, or of several runs together."""
 
 import io
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Any, Protocol
 
-SMOOTH = 200  # points of a training curve: the mean of the steps between
+CURVE_POINTS = 200  # of a training curve; each is the mean over several steps
 Points = list[tuple[float, float]]
 
 
 class Measured(Protocol):
-    """What pictures need to know of an experiment."""
+    """The part of an experiment that plots use."""
 
     @property
     def measure(self) -> str:
-        """Of its figures, the one that is drawn."""
+        """Metric to plot."""
 
     @property
     def loss_unit(self) -> str:
-        """What its loss is a mean over."""
+        """What the loss is averaged over."""
 
 
 class Logged(Protocol):
-    """A run, as far as it is drawn."""
+    """The part of a run that plots use."""
 
     def metrics(self) -> Iterable[dict[str, float]]:
-        """A line for each step and each evaluation."""
+        """Yield a record for each step and each evaluation."""
 
 
 def curves(run: Logged, experiment: Measured) -> bytes:
-    """Training loss by step, and the validation measure."""
+    """Plot the training loss and the validation measure against the step."""
     lines, measure = list(run.metrics()), experiment.measure
     figure, (left, right) = axes_of(2)
     left.plot(*smoothed([(line["step"], line["loss"]) for line in lines if "loss" in line]))
@@ -41,11 +41,11 @@ def curves(run: Logged, experiment: Measured) -> bytes:
 
 
 def compared(groups: Mapping[str, Sequence[Logged]], experiment: Measured) -> bytes:
-    """Training loss and validation measure by epoch, a line for each group: the mean of its runs, which are alike."""
+    """Plot training loss and validation measure against the epoch, with a line for the mean of each group of runs."""
     figure, both = axes_of(2)
     measure = experiment.measure
     for name, runs in groups.items():
-        label = name.replace("$", r"\$")  # no formulas
+        label = name.replace("$", r"\$")  # not math mode
         for axes, points in zip(both, by_epoch(runs, measure), strict=True):
             if points:
                 axes.plot(*zip(*points, strict=True), "o-", markersize=3, label=label)
@@ -54,7 +54,7 @@ def compared(groups: Mapping[str, Sequence[Logged]], experiment: Measured) -> by
     for axes in both:
         epochs_across(axes)
     if both[1].lines and min(min(line.get_ydata()) for line in both[1].lines) > 1:
-        by_factors(both[1])  # as a perplexity falls
+        by_factors(both[1])  # suits a perplexity
     if groups:
         both[1].legend(fontsize="small")
     return svg(figure)
@@ -65,7 +65,7 @@ def loss_label(experiment: Measured) -> str:
 
 
 def epochs_across(axes: Any) -> None:
-    """From the beginning to the end of the first at least, with ticks at whole ones alone."""
+    """Set up an axis of epochs from 0 to at least 1, with ticks at integers only."""
     from matplotlib.ticker import MaxNLocator
 
     axes.set(xlabel="epoch", xlim=(0, max(1.0, axes.get_xlim()[1])))
@@ -73,7 +73,7 @@ def epochs_across(axes: Any) -> None:
 
 
 def by_factors(axes: Any) -> None:
-    """A logarithmic scale whose ticks are plain numbers: 6, not 6x10^0."""
+    """Set a logarithmic scale with plain tick labels: 6, not 6x10^0."""
     from matplotlib.ticker import FuncFormatter, LogLocator
 
     axes.set_yscale("log")
@@ -83,9 +83,9 @@ def by_factors(axes: Any) -> None:
 
 
 def by_epoch(runs: Sequence[Logged], measure: str) -> tuple[Points, Points]:
-    """At each evaluation: the mean training loss of all steps since the one before, and the measure.
+    """Return the mean training loss since the previous evaluation, and the measure, at each evaluation.
 
-    Where runs have stopped early, up to the first that has: later means would be of those that went on alone.
+    If runs stop early, the curves end with the first of them: later means would cover different runs.
     """
     losses: dict[float, list[float]] = {}
     measures: dict[float, list[float]] = {}
@@ -107,19 +107,19 @@ def _means(found: dict[float, list[float]], count: int) -> Points:
 
 
 def smoothed(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
-    """Means of equal runs of points, so that a long curve stays readable and its file small."""
-    size = -(-len(points) // SMOOTH) or 1
+    """Average groups of equal size, so that a long curve stays readable and its file small."""
+    size = -(-len(points) // CURVE_POINTS) or 1
     groups = [points[i : i + size] for i in range(0, len(points), size)]
     return [group[-1][0] for group in groups], [sum(y for _, y in group) / len(group) for group in groups]
 
 
 def axes_of(count: int, square: bool = False) -> tuple[Any, Sequence[Any]]:
-    """A figure, and that many pairs of axes side by side."""
+    """Return a figure with `count` plots side by side, and their axes."""
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     figure = Figure(figsize=(5.5 * count, 5.0 if square else 3.6))
-    figure.set_layout_engine(ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1))  # inches; with less letters are cut
+    figure.set_layout_engine(ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1))  # inches; smaller values cut off text
     axes = list(figure.subplots(1, count, squeeze=False)[0])
     for each in axes:
         each.grid(alpha=0.3)
@@ -130,6 +130,6 @@ def svg(figure: Any) -> bytes:
     import matplotlib
 
     buffer = io.BytesIO()
-    with matplotlib.rc_context({"svg.hashsalt": "subquad"}):  # The same picture has the same bytes.
+    with matplotlib.rc_context({"svg.hashsalt": "subquad"}):  # makes the output reproducible
         figure.savefig(buffer, format="svg", metadata={"Date": None})
     return buffer.getvalue()

@@ -1,12 +1,12 @@
-"""How near a text is to the one that was wanted. Of two sequences t (wanted) and g (given):
+"""Similarity of a text g (given) to its reference t (wanted).
 
     jaccard    sum of the smaller counts / sum of the larger counts, over all characters
-    cosine     sum of the smaller counts / sqrt(|t| |g|), which is Ochiai's coefficient
+    cosine     sum of the smaller counts / sqrt(|t| |g|), the Ochiai coefficient
     damerau    1 - d / max(|t|, |g|), d the restricted Damerau-Levenshtein distance: insertions, deletions,
-               replacements, and swaps of neighbours that are not edited again (optimal string alignment)
-    error rate    insertions, deletions and replacements / |t|, over all texts together; of characters or of words
+               substitutions, and transpositions of adjacent characters (optimal string alignment)
+    error rate    (insertions + deletions + substitutions) / |t|, over all texts; of characters or of words
 
-The first two see which characters there are and not their order.
+The first two ignore the order of the characters.
 """
 
 from collections import Counter
@@ -19,7 +19,8 @@ Text = Sequence[Hashable]
 
 
 def jaccard(wanted: Text, given: Text) -> float:
-    """
+    """Return the Jaccard similarity of the character counts.
+
     >>> jaccard("aab", "abc")
     0.5
     """
@@ -28,7 +29,8 @@ def jaccard(wanted: Text, given: Text) -> float:
 
 
 def cosine(wanted: Text, given: Text) -> float:
-    """
+    """Return the Ochiai coefficient of the character counts.
+
     >>> cosine("aabb", "abcc")
     0.5
     """
@@ -37,7 +39,8 @@ def cosine(wanted: Text, given: Text) -> float:
 
 
 def damerau(wanted: Text, given: Text) -> float:
-    """
+    """Return the similarity from the restricted Damerau-Levenshtein distance.
+
     >>> damerau("abcd", "abdc")
     0.75
     """
@@ -45,7 +48,8 @@ def damerau(wanted: Text, given: Text) -> float:
 
 
 def error_rate(wanted: Sequence[Text], given: Sequence[Text]) -> float:
-    """
+    """Return the error rate over all texts: of characters for strings, of words for lists of words.
+
     >>> error_rate(["abc", "d"], ["abd", "d"]), error_rate(["one two".split()], ["one".split()])
     (0.25, 0.5)
     """
@@ -54,5 +58,5 @@ def error_rate(wanted: Sequence[Text], given: Sequence[Text]) -> float:
 
 
 def _share(part: float, whole: float, empty: float = 1.0) -> float:
-    """With a value for texts that are empty: two of them are alike."""
+    """Return part / whole, or `empty` if both texts are empty; the default makes them equal."""
     return part / whole if whole else empty

@@ -1,6 +1,6 @@
-"""Tables: with lines on a terminal, plain text in a pipe or a file.
+"""Tables: with borders on a terminal, as plain text in a pipe or a file.
 
-Columns of figures are aligned on the right, columns of words on the left.
+Columns of numbers are right-aligned, columns of text left-aligned.
 """
 
 import re
@@ -14,14 +14,14 @@ from rich.markup import escape
 
 @dataclass(frozen=True)
 class Table:
-    """Cells, and how they are shown.
+    """The cells of a table and their style.
 
     Args:
-        columns: The heads of the columns.
-        rows: As many cells in each.
-        title: Above the table.
-        styles: Of rows by their numbers, on a terminal, such as "bold".
-        section: Rows between two lines on a terminal; no lines if not given.
+        columns: Column headers.
+        rows: Cells; each row has one per column.
+        title: Title above the table.
+        styles: Styles of rows on a terminal by row number, such as "bold".
+        section: Number of rows between two horizontal lines on a terminal. Default: no lines.
 
     >>> print(Table(["method", "time"], [["exact", "12 ms"], ["taylor:2", "3 ms"]], "Causal").text())
     Causal
@@ -37,7 +37,7 @@ class Table:
     section: int | None = None
 
     def print(self) -> None:
-        """On the standard output."""
+        """Print the table to standard output."""
         console = Console()
         if console.is_terminal:
             console.print(self.with_lines())
@@ -45,7 +45,7 @@ class Table:
             print(self.text())
 
     def text(self) -> str:
-        """Columns two spaces apart."""
+        """Return the table as plain text, with columns two spaces apart."""
         lines = [self.columns, *self.rows]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         sides = [str.rjust if number else str.ljust for number in self._numbers()]
@@ -54,7 +54,7 @@ class Table:
         return "\n".join([self.title, *shown] if self.title else shown)
 
     def with_lines(self) -> rich.table.Table:
-        """For a terminal."""
+        """Return the table with borders, for a terminal."""
         table = rich.table.Table(title=self.title or None)
         for name, number in zip(self.columns, self._numbers(), strict=True):
             table.add_column(name, justify="right" if number else "left")
@@ -64,13 +64,13 @@ class Table:
         return table
 
     def _numbers(self) -> list[bool]:
-        """Of each column, whether it holds figures: every cell that is not empty begins with one."""
+        """Return for each column whether all its non-empty cells start with a number."""
         columns = [[row[i] for row in self.rows if row[i]] for i in range(len(self.columns))]
         return [bool(cells) and all(re.match(r"[+-]?\d", cell) for cell in cells) for cells in columns]
 
 
 def figures(found: dict[str, float]) -> str:
-    """In one line.
+    """Format metrics on one line.
 
     >>> figures({"cross_entropy": 1.23456, "perplexity": 3.437})
     'cross-entropy 1.235, perplexity 3.437'

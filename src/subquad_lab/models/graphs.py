@@ -1,9 +1,9 @@
-"""Two layers over a graph: y = mix(x W) + b, with what a node makes of the others in `mix`.
+"""Two-layer graph networks: y = mix(x W) + b, where `mix` combines the nodes.
 
-    gcn           P x, the sum over the edges that lead to a node: P = A, D^-1 A or D^-1/2 A D^-1/2, with or without
-                  self-loops (A + I in the place of A)
-    neighbours    softmax of q.k over the neighbours and the node itself: exact attention under a mask
-    all           a method of subquad over all nodes, in linear time
+    gcn           P x, a sum over incoming edges: P = A, D^-1 A or D^-1/2 A D^-1/2, with or without self-loops (A + I
+                  instead of A)
+    neighbors     softmax of q.k over the neighbors and the node itself: exact attention with a mask
+    all           a subquad method over all nodes, in linear time
     both          the sum of the last two
 
 Axes: n nodes, f features, w width, h heads.
@@ -18,31 +18,31 @@ from torch.nn import functional as F
 
 import subquad
 
-Mixer = Literal["gcn", "neighbours", "all", "both"]
-Normalisation = Literal["symmetric", "row", "none"]
+Mixer = Literal["gcn", "neighbors", "all", "both"]
+Normalization = Literal["symmetric", "row", "none"]
 
 
-def propagation(edges: Tensor, nodes: int, self_loops: bool, normalisation: Normalisation) -> tuple[Tensor, Tensor]:
-    """P as edges (2, e) from, to, and their weights (e)."""
-    from torch_geometric.nn.conv.gcn_conv import gcn_norm  # seconds, which other experiments need not wait for
+def propagation(edges: Tensor, nodes: int, self_loops: bool, normalization: Normalization) -> tuple[Tensor, Tensor]:
+    """Return P as edges (2, e), from and to, with weights (e)."""
+    from torch_geometric.nn.conv.gcn_conv import gcn_norm  # This import takes seconds; other experiments skip it.
     from torch_geometric.utils import add_self_loops, degree
 
     if self_loops:
         edges, _ = add_self_loops(edges, num_nodes=nodes)
-    if normalisation == "symmetric":
+    if normalization == "symmetric":
         edges, weights = gcn_norm(edges, num_nodes=nodes, add_self_loops=False)
         return edges, weights
     weights = torch.ones(edges.shape[1])
-    if normalisation == "row":
+    if normalization == "row":
         weights = weights / degree(edges[1], nodes)[edges[1]]
     return edges, weights
 
 
 class GraphNet(nn.Module):
-    """Features (n, f) -> log probabilities (n, classes). `embed` is what the first layer makes of them, (n, w).
+    """Features (n, f) -> log probabilities (n, classes). `embed` returns the output of the first layer, (n, w).
 
-    Features of a graph are mostly zeros, which dropout leaves as they are. Random numbers are drawn for the others
-    alone, whose places are known: drawing for all would take ten times as long as the rest of a step.
+    Graph features are mostly zeros, which dropout does not change, so random numbers are drawn for the other entries
+    only. Drawing them for all entries would take ten times as long as the rest of a step.
     """
 
     places: Tensor
@@ -64,7 +64,7 @@ class GraphNet(nn.Module):
 
 
 class Convolution(nn.Module):
-    """torch_geometric's, with weights of the edges that are computed once."""
+    """torch_geometric's graph convolution with precomputed edge weights."""
 
     def __init__(self, inward: int, outward: int, edges: Tensor, weights: Tensor) -> None:
         from torch_geometric.nn import GCNConv
@@ -80,7 +80,7 @@ class Convolution(nn.Module):
 
 
 class Attention(nn.Module):
-    """The mean over heads of attention: to the neighbours if there is a mask (n, n), to all if there is a method."""
+    """Attention averaged over heads: to the neighbors if a mask (n, n) is given, plus to all nodes if a method is."""
 
     mask: Tensor | None
 

@@ -1,10 +1,10 @@
-"""Two convolutions that halve the picture, by pooling or by strides, then three linear layers.
+"""Two convolutions that halve the image, by pooling or by strides, then three linear layers.
 
-    pool     conv 3x3, pad 1 - relu - max of 2x2    28 -> 28 -> 14      stride    conv 3x3, pad 1, step 2    28 -> 14
-             conv 3x3 - relu - max of 2x2           14 -> 12 -> 6                 conv 3x3, step 2           14 -> 6
+    pool     conv 3x3, pad 1 - relu - max of 2x2    28 -> 28 -> 14      stride    conv 3x3, pad 1, stride 2  28 -> 14
+             conv 3x3 - relu - max of 2x2           14 -> 12 -> 6                 conv 3x3, stride 2         14 -> 6
     16 * 6 * 6 = 576 -> 320 - relu - dropout -> 120 - relu -> classes - log softmax
 
-Pooling has no parameters: with 28x28 grey pictures of 4 classes both networks have
+Pooling has no parameters: for 28x28 grayscale images and 4 classes, both networks have
 80 + 1,168 + 184,640 + 38,520 + 484 = 224,892.
 """
 
@@ -16,7 +16,7 @@ Downsample = Literal["pool", "stride"]
 
 
 class ConvNet(nn.Module):
-    """Pictures (b, channels, height, width), from 0 to 1 -> log probabilities (b, classes)."""
+    """Images (b, channels, height, width) with values in [0, 1] -> log probabilities (b, classes)."""
 
     def __init__(
         self, channels: int, height: int, width: int, classes: int, downsample: Downsample, dropout: float
@@ -39,7 +39,7 @@ class ConvNet(nn.Module):
 
 
 def halved_twice(length: int, downsample: Downsample) -> int:
-    """What the convolutions leave of a side of the picture; below 1: it is too short for them."""
+    """Return the side length after the convolutions; below 1, the image is too small."""
     if downsample == "pool":
         return (length // 2 - 2) // 2
     return ((length + 1) // 2 - 1) // 2

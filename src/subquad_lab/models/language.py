@@ -1,11 +1,11 @@
-"""Word language models, one contract: (tokens (b, n), state) -> (logits (b, n, words), state).
+"""Word language models with one interface: (tokens (b, n), state) -> (logits (b, n, words), state).
 
     rnn           h = sigmoid(h' H + e I + b1),  y = softmax(h U + b2)
-    lstm          torch's, in layers
+    lstm          torch's LSTM with several layers
     transformer   x + attention(norm x), x + mlp(norm x), with any of subquad's methods
 
-`start(b)` is the state before any text. With a state the models stream: a text cut anywhere gives what the whole gives.
-Without one the tokens are a text of their own, and the Transformer keeps nothing of them.
+`start(b)` returns the initial state. With a state the models stream: processing a text in pieces gives the same result
+as processing it at once. Without a state, the tokens are a complete text and the Transformer returns no state.
 
 Axes: b texts, n tokens, e embedding, w width, h heads, d = w / h.
 """
@@ -19,11 +19,11 @@ from torch.nn import functional as F
 
 import subquad
 
-State = Any  # a tensor, a tuple of them, or one subquad.State per layer; None: nothing before
+State = Any  # a tensor, a tuple of tensors, or one subquad.State per layer; None for a complete text
 
 
 class Embedding(nn.Module):
-    """Words in, logits out; with one matrix for both if they are tied."""
+    """Input embedding and output projection, with a shared matrix if they are tied."""
 
     def __init__(self, words: int, embedding: int, width: int, tied: bool) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Embedding(nn.Module):
 
 
 class SigmoidRNN(nn.Module):
-    """The plain recurrent network, equation by equation."""
+    """A plain recurrent network with a sigmoid activation."""
 
     def __init__(self, words: int, embedding: int, width: int, dropout: float, tied: bool) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class SigmoidRNN(nn.Module):
 
 
 class LSTM(nn.Module):
-    """torch's LSTM; its state is (b, layers, 2, w)."""
+    """torch's LSTM; the state is (b, layers, 2, w)."""
 
     def __init__(self, words: int, embedding: int, width: int, layers: int, dropout: float, tied: bool) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class LSTM(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Pre-norm blocks over causal attention; its state is the number of tokens, and one `subquad.State` per layer."""
+    """Pre-norm blocks with causal attention; the state is the number of tokens and one `subquad.State` per layer."""
 
     def __init__(
         self, words: int, width: int, layers: int, heads: int, context: int, dropout: float,
@@ -107,7 +107,7 @@ class Transformer(nn.Module):
         x = self.embedding(tokens)
         if self.places is not None:
             if before + tokens.shape[1] > self.places.num_embeddings:
-                raise ValueError(f"tokens: learned positions reach up to {self.places.num_embeddings}, "
+                raise ValueError(f"tokens: expected at most {self.places.num_embeddings} with learned positions, "
                                  f"got {before + tokens.shape[1]}")  # fmt: skip
             x = x + self.places(places)
         x, after = self.dropout(x), []
@@ -119,7 +119,7 @@ class Transformer(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then a network of one hidden layer, each added to what came in."""
+    """Attention, then an MLP with one hidden layer, each with a residual connection."""
 
     def __init__(self, width: int, heads: int, dropout: float, method: Any, rotary: bool) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ class Block(nn.Module):
 
 
 def rotate(x: Tensor, places: Tensor) -> Tensor:
-    """Rotary positions: pairs of coordinates turn with the place, so that products depend on the distance alone."""
+    """Apply RoPE: rotate pairs of coordinates by the position, so that products depend on distances only."""
     half = x.shape[-1] // 2
     speeds = 10_000.0 ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
     angles = places[:, None] * speeds  # (n, d / 2)
@@ -167,25 +167,25 @@ def generate(
     top_p: float | None = None, generator: torch.Generator | None = None, end: int | None = None,
     banned: int | None = None,
 ) -> list[int]:  # fmt: skip
-    """Up to `count` words after the prompt, whose state is kept; ends with `end`, and never says `banned`."""
+    """Return up to `count` words after the prompt; stop after `end`, and never generate `banned`."""
     logits, state = model(torch.tensor([prompt]), model.start(1))
-    said: list[int] = []
-    while len(said) < count:
+    words: list[int] = []
+    while len(words) < count:
         scores = logits[0, -1].float()
         if banned is not None:
             scores[banned] = -torch.inf
         word = int(choose(scores, temperature, top_k, top_p, generator))
-        said.append(word)
+        words.append(word)
         if word == end:
             break
         logits, state = model(torch.tensor([[word]]), state)
-    return said
+    return words
 
 
 def choose(
     scores: Tensor, temperature: float, top_k: int | None, top_p: float | None, generator: torch.Generator | None
 ) -> Tensor:
-    """A word: among the top_k most likely, and among the fewest that together have a share of at least top_p."""
+    """Sample a word from the `top_k` most likely ones and, among them, from the nucleus of probability `top_p`."""
     if temperature == 0:
         return scores.argmax()
     ordered, words = ((scores - scores.max()) / temperature).sort(descending=True, stable=True)

@@ -1,7 +1,7 @@
-"""Recurrences in a few lines each.
+"""Simple recurrences.
 
-before    h_t = W s(h_{t-1}) + U x_t + b      the state is what goes into the activation
-after     g_t = s(W g_{t-1} + U x_t + b)      the state is what comes out of it
+before    h_t = W s(h_{t-1}) + U x_t + b      the state is the input of the activation
+after     g_t = s(W g_{t-1} + U x_t + b)      the state is the output of the activation
 alternating sum    h_t = x_t - h_{t-1},  y = sigmoid(1000 h_T)
 """
 
@@ -14,7 +14,7 @@ Activation = Callable[[Tensor], Tensor]
 
 
 def before_activation(w: Tensor, u: Tensor, b: Tensor, s: Activation, start: Tensor, inputs: Tensor) -> Tensor:
-    """States (T, n) from inputs (T, m): h_1 ... h_T."""
+    """Return the states h_1 ... h_T, (T, n), for inputs (T, m)."""
     h, states = start, []
     for x in inputs:
         h = w @ s(h) + u @ x + b
@@ -23,7 +23,7 @@ def before_activation(w: Tensor, u: Tensor, b: Tensor, s: Activation, start: Ten
 
 
 def after_activation(w: Tensor, u: Tensor, b: Tensor, s: Activation, start: Tensor, inputs: Tensor) -> Tensor:
-    """States (T, n) from inputs (T, m): g_1 ... g_T."""
+    """Return the states g_1 ... g_T, (T, n), for inputs (T, m)."""
     g, states = start, []
     for x in inputs:
         g = s(w @ g + u @ x + b)
@@ -32,7 +32,7 @@ def after_activation(w: Tensor, u: Tensor, b: Tensor, s: Activation, start: Tens
 
 
 def alternating_sum(inputs: Tensor) -> Tensor:
-    """y (...) of inputs (..., T).
+    """Return y (...) for inputs (..., T).
 
     >>> alternating_sum(torch.tensor([[1.0, 5.0], [5.0, 1.0], [2.0, 2.0]]))
     tensor([1.0000, 0.0000, 0.5000])

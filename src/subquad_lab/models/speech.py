@@ -1,14 +1,14 @@
-"""From sound to characters: an encoder of frames, and a decoder that looks at them while it spells.
+"""Speech to characters: an encoder of audio frames, and a decoder that attends to them.
 
-    encoder      two convolutions over time, the second in steps of 2, + sinusoids; blocks x + attention(norm x),
+    encoder      two convolutions over time, the second with stride 2, + sinusoids; blocks x + attention(norm x),
                  x + mlp(norm x); norm                                                        812,800 parameters
     lstm         embedding, norm, LSTM; a block that attends to the frames; norm, linear      658,435
     attention    embedding + learned positions; x + causal attention(norm x); the same block;
                  norm, linear                                                                 517,035
 
-(80 mels, width 200, 2 blocks, 35 characters, 98 positions.) What is padding is hidden in every layer: a clip gives the
-same beside a longer one as alone. `start` is a decoder's state before any character; from a state it goes on where it
-was, by one character or by many.
+(80 mels, width 200, 2 blocks, 35 characters, 98 positions.) Padding is masked in every layer: the result for a clip
+does not depend on the other clips of the batch. `start` returns the initial state of a decoder; with a state, a decoder
+continues with one or more characters.
 
 Axes: b clips, t frames, n characters, w width, h heads.
 """
@@ -23,12 +23,12 @@ from torch.nn import functional as F
 import subquad
 
 State = Any  # of a decoder; `picked` selects and reorders its clips
-Seen = tuple[Tensor, Tensor, Tensor]  # keys and values (b, h, t, w / h), and which of them count (b, t)
+Seen = tuple[Tensor, Tensor, Tensor]  # keys and values (b, h, t, w / h), and the mask (b, t), True = attend
 Decoder = Literal["lstm", "attention"]
 
 
 class Attention(nn.Module):
-    """Multi-head attention without a bias on the keys, by any of subquad's methods."""
+    """Multi-head attention without a bias on the keys, with any of subquad's methods."""
 
     def __init__(self, width: int, heads: int, method: Any) -> None:
         super().__init__()
@@ -39,29 +39,29 @@ class Attention(nn.Module):
         self.register_buffer("random_matrix", drawn)
 
     def seen(self, x: Tensor, keep: Tensor) -> Seen:
-        """What others can attend to: x (b, t, w) where keep (b, t) is True."""
+        """Return keys and values of x (b, t, w), and the mask keep (b, t)."""
         return self._split(self.key(x)), self._split(self.value(x)), keep
 
     def forward(self, x: Tensor, seen: Seen) -> Tensor:
-        """x (b, n, w) attends to what is seen."""
+        """Attend from x (b, n, w) to `seen`."""
         k, v, keep = seen
         q = self._split(self.query(x))
         return self._join(subquad.attention(q, k, v, method=self._drawn(), key_padding_mask=keep))
 
     def stream(self, x: Tensor, memory: subquad.State | None) -> tuple[Tensor, subquad.State]:
-        """x (b, n, w) attends to what came before it and to itself, up to each place."""
+        """Causal attention of x (b, n, w) to earlier tokens in `memory` and to itself."""
         q, k, v = (self._split(layer(x)) for layer in (self.query, self.key, self.value))
         mixed, memory = subquad.attention(q, k, v, is_causal=True, method=self._drawn(), state=memory,
                                           return_state=True)  # fmt: skip
         return self._join(mixed), memory
 
     def causal(self, x: Tensor) -> Tensor:
-        """The same from the beginning, for training: nothing is remembered."""
+        """Causal attention of x to itself, without a state, for training."""
         q, k, v = (self._split(layer(x)) for layer in (self.query, self.key, self.value))
         return self._join(subquad.attention(q, k, v, is_causal=True, method=self._drawn()))
 
     def weights(self, x: Tensor, seen: Seen) -> Tensor:
-        """Where exact attention looks: (b, h, n, t), rows sum to 1."""
+        """Return the weights of exact attention, (b, h, n, t); rows sum to 1."""
         k, _, keep = seen
         scores: Tensor = (self._split(self.query(x)) @ k.mT) * k.shape[-1] ** -0.5
         return scores.masked_fill(~keep[:, None, None], -torch.inf).softmax(-1)
@@ -79,7 +79,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """x + attention(norm x), then x + mlp(norm x); attends to what is seen."""
+    """x + attention(norm x), then x + mlp(norm x), with attention to `seen`."""
 
     def __init__(self, width: int, heads: int, method: Any, dropout: float) -> None:
         super().__init__()
@@ -94,13 +94,13 @@ class Block(nn.Module):
         return made
 
     def of_itself(self, x: Tensor, keep: Tensor) -> Tensor:
-        """x attends to x."""
+        """Apply the block with attention of x to itself."""
         made: Tensor = self(x, self.attention.seen(self.norms[0](x), keep))
         return made
 
 
 class Encoder(nn.Module):
-    """Frames (b, t, mels), of which the first `lengths` (b) are sound -> (b, ceil(t / 2), w), and which are sound."""
+    """Frames (b, t, mels) and their valid `lengths` (b) -> features (b, ceil(t / 2), w) and their mask."""
 
     def __init__(self, mels: int, width: int, heads: int, blocks: int, method: Any, dropout: float) -> None:
         super().__init__()
@@ -122,12 +122,12 @@ class Encoder(nn.Module):
 
 
 def first(lengths: Tensor, size: int) -> Tensor:
-    """(b, size), True in the first places of each row."""
+    """Return a mask (b, size) that is True for the first `lengths` positions of each row."""
     return torch.arange(size, device=lengths.device) < lengths[:, None]
 
 
 def sinusoids(length: int, width: int) -> Tensor:
-    """(length, width): sines, then cosines, of wave lengths from 2 pi to 20,000 pi."""
+    """Return sinusoidal positions (length, width): sines, then cosines, with wavelengths from 2 pi to 20,000 pi."""
     half = width // 2
     speeds = 10_000.0 ** (-torch.arange(half) / (half - 1))
     angles = torch.arange(length)[:, None] * speeds
@@ -135,7 +135,7 @@ def sinusoids(length: int, width: int) -> Tensor:
 
 
 class LSTMDecoder(nn.Module):
-    """Its state is (b, 2, w)."""
+    """LSTM decoder; the state is (b, 2, w)."""
 
     def __init__(self, characters: int, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ class LSTMDecoder(nn.Module):
 
 
 class AttentionDecoder(nn.Module):
-    """Its state is the number of characters so far, and a `subquad.State`: a cache, or sums of a fixed size."""
+    """Attention decoder; the state is the number of characters so far and a `subquad.State`."""
 
     def __init__(self, characters: int, width: int, heads: int, dropout: float, positions: int, method: Any) -> None:
         super().__init__()
@@ -190,7 +190,7 @@ class AttentionDecoder(nn.Module):
 
 
 def picked(state: State, clips: Tensor) -> State:
-    """The state of other clips: selected, repeated or reordered."""
+    """Return the state with clips selected, repeated or reordered."""
     if isinstance(state, Tensor):
         return state[clips]
     before, memory = state
@@ -198,14 +198,14 @@ def picked(state: State, clips: Tensor) -> State:
 
 
 class Speech(nn.Module):
-    """Frames and the characters so far -> scores of the next ones (b, n, characters)."""
+    """Frames and the characters so far -> logits of the next characters (b, n, characters)."""
 
     def __init__(self, encoder: Encoder, decoder: LSTMDecoder | AttentionDecoder) -> None:
         super().__init__()
         self.encoder, self.decoder = encoder, decoder
 
     def seen(self, frames: Tensor, lengths: Tensor) -> Seen:
-        """What the decoder can attend to, the same for all characters."""
+        """Return the keys and values of the decoder's cross-attention."""
         return self.decoder.cross.attention.seen(*self.encoder(frames, lengths))
 
     def forward(self, frames: Tensor, lengths: Tensor, tokens: Tensor) -> Tensor:
@@ -214,7 +214,7 @@ class Speech(nn.Module):
 
     @torch.no_grad()
     def look(self, frames: Tensor, lengths: Tensor, tokens: Tensor) -> Tensor:
-        """Where the decoder looks while it spells: (b, h, n, ceil(t / 2))."""
+        """Return the cross-attention weights of the decoder, (b, h, n, ceil(t / 2))."""
         x, _ = self.decoder.before_cross(tokens, self.decoder.start(len(tokens)))
         cross = self.decoder.cross
         return cross.attention.weights(cross.norms[0](x), self.seen(frames, lengths))
@@ -224,17 +224,17 @@ class Speech(nn.Module):
 def spell(
     model: Speech, frames: Tensor, lengths: Tensor, begin: int, end: int, never: list[int], limit: int, beams: int = 1
 ) -> list[list[int]]:
-    """The likeliest characters of each clip up to `end`; at most `limit`, and none of `never`.
+    """Decode each clip by beam search up to `end`, with at most `limit` characters and none of `never`.
 
-    Of each clip the `beams` likeliest texts are followed, one is greedy. A text that has ended waits for the others;
-    the best in the end is the one with the highest mean log probability of its characters and its end.
+    A beam width of 1 is greedy. Finished texts wait for the others; the result is the text with the highest mean log
+    probability of its characters and its end.
     """
     clips, device = len(frames), frames.device
     k, v, keep = (x.repeat_interleave(beams, 0) for x in model.seen(frames, lengths))
     state = model.decoder.start(clips * beams)
     texts = torch.full((clips, beams, 1), begin, device=device)
     scores = torch.full((clips, beams), -torch.inf, device=device)
-    scores[:, 0] = 0.0  # At first all beams are the same one.
+    scores[:, 0] = 0.0  # All beams start equal, so only the first counts.
     ended = torch.zeros(clips, beams, dtype=torch.bool, device=device)
     sizes = torch.zeros(clips, beams, device=device)
     for _ in range(limit):

@@ -1,1 +1,1 @@
-"""From words and YAML files to checked values: the parser, configs, methods by name, sizes."""
+"""Command-line parsing and YAML configs: from strings to validated values."""

@@ -1,6 +1,6 @@
-"""Configs: flat, checked against the fields of their experiment, from YAML files and the command line.
+"""Flat configs from YAML files and the command line, validated against the fields of an experiment.
 
-A YAML file is data: what would make Python objects (`!!python/object`) is refused by its reader.
+YAML files are data only: tags that construct Python objects (`!!python/object`) raise an error.
 """
 
 import re
@@ -16,24 +16,24 @@ from jsonargparse import ArgumentError, ArgumentParser
 from subquad_lab import UsageError
 
 PRESETS = Path(__file__).parent / "presets"
-KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false"}
+KINDS = {"int": "an integer", "float": "a number", "bool": "true or false"}
 C_co = TypeVar("C_co", covariant=True)
 
 
 class Configured(Protocol[C_co]):
-    """What options need to know of an experiment."""
+    """The part of an experiment that option parsing uses."""
 
     @property
     def name(self) -> str:
-        """On the command line, and of its folder of presets."""
+        """Name on the command line, and of the folder of its presets."""
 
     @property
     def about(self) -> str:
-        """For the help."""
+        """Description for the help text."""
 
     @property
     def config(self) -> type[C_co]:
-        """A dataclass; its fields are the options."""
+        """Dataclass whose fields are the options."""
 
     @property
     def varied(self) -> Sequence[str]:
@@ -41,18 +41,18 @@ class Configured(Protocol[C_co]):
 
 
 def presets(name: str) -> dict[str, Path]:
-    """The configs of an experiment that come with the package."""
+    """Return the built-in configs of an experiment, by name."""
     return {path.stem: path for path in sorted((PRESETS / name).glob("*.yaml"))}
 
 
 def given_fields(experiment: Configured[Any], arguments: list[str]) -> dict[str, Any]:
-    """What --preset and --config say, the later over the earlier."""
+    """Return the values from --preset and --config; the later option overrides the earlier."""
     values: dict[str, Any] = {}
     own = presets(experiment.name)
     for option, value in _pairs(arguments):
         if option == "--preset":
             if value not in own:
-                raise UsageError(f"--preset: expected one of {', '.join(own)}, found {value!r}")
+                raise UsageError(f"--preset: expected one of {', '.join(own)}, got {value!r}")
             values |= read(own[value])
         elif option == "--config":
             values |= fields_of_file(experiment, Path(value))
@@ -72,17 +72,21 @@ def without_varied(experiment: Configured[Any], values: dict[str, Any], argument
 
 
 def fields_of_file(experiment: Configured[Any], path: Path) -> dict[str, Any]:
-    """The fields of a file, each of its type; a run's own config names its experiment too."""
+    """Return the validated fields of a YAML file. The config file of a run also names its experiment."""
     values = read(path)
     of = values.pop("experiment", experiment.name)
     if of != experiment.name:
-        raise UsageError(f"{path}: a config of the experiment {of!r}, expected {experiment.name!r}")
+        raise UsageError(f"{path}: expected a config of the experiment {experiment.name!r}, got one of {of!r}")
     checked = typed(experiment, values, path)
     return {field: checked[field] for field in values}
 
 
 def split_off(arguments: list[str], kind: str) -> tuple[list[str], dict[str, list[Any]]]:
-    """--grid.FIELD A,B,C and the like: the arguments without them, and the values of each field."""
+    """Split off options such as --grid.FIELD A,B,C.
+
+    Returns:
+        The other arguments, and the values of each field.
+    """
     rest, found, i = [], {}, 0
     while i < len(arguments):
         option, equals, value = arguments[i].partition("=")
@@ -92,7 +96,7 @@ def split_off(arguments: list[str], kind: str) -> tuple[list[str], dict[str, lis
             continue
         if not equals:
             if i == len(arguments):
-                raise UsageError(f"{option}: expected values with commas between, found nothing")
+                raise UsageError(f"{option}: expected values separated by commas, got nothing")
             value, i = arguments[i], i + 1
         found[option.partition(".")[2].replace("-", "_")] = [_value(option, text) for text in value.split(",")]
     return rest, found
@@ -103,7 +107,7 @@ def _value(option: str, text: str) -> Any:
         number = yaml.safe_load(text)
         return float(text) if isinstance(number, str) and _is_number(text) else number  # YAML reads 1e-3 as text.
     except yaml.YAMLError as error:
-        raise UsageError(f"{option}: {text!r} is no value: {' '.join(str(error).split())}") from error
+        raise UsageError(f"{option}: invalid value {text!r}: {' '.join(str(error).split())}") from error
 
 
 def _is_number(text: str) -> bool:
@@ -115,7 +119,7 @@ def _is_number(text: str) -> bool:
 
 
 def _pairs(arguments: list[str]) -> list[tuple[str, str]]:
-    """Options and their values, written with a space or with =."""
+    """Return options with their values, whether separated by a space or by =."""
     pairs = []
     for argument, after in zip_longest(arguments, arguments[1:], fillvalue=""):
         option, equals, value = argument.partition("=")
@@ -124,29 +128,34 @@ def _pairs(arguments: list[str]) -> list[tuple[str, str]]:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A YAML file with fields and their values."""
+    """Read a YAML file that maps fields to values."""
     try:
         content = yaml.safe_load(path.read_bytes())
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}") from error
-    except (yaml.YAMLError, ValueError, IndexError, RecursionError) as error:  # `!!int ""` is none of its own.
+    except (
+        yaml.YAMLError,
+        ValueError,
+        IndexError,
+        RecursionError,
+    ) as error:  # `!!int ""` raises ValueError.
         raise UsageError(f"{path}: {' '.join(str(error).split())}") from error
     if content is None:
         return {}
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
-        raise UsageError(f"{path}: expected fields and their values, found {type(content).__name__}")
+        raise UsageError(f"{path}: expected a mapping from field names to values, got {type(content).__name__}")
     return content
 
 
 def typed(experiment: Configured[Any], values: dict[str, Any], source: object) -> dict[str, Any]:
-    """All fields, each of its type; `source` is named where one of them is wrong."""
+    """Return all fields of a config, converted to their types; errors name `source`."""
     kind = experiment.config
     parser = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(kind, as_group=False)
     known = [field.name for field in fields(kind)]
     for key in values:
         if key not in known:
-            raise UsageError(f"{source}: {key!r} is no field of {experiment.name}; expected some of {', '.join(known)}")
+            raise UsageError(f"{source}: unknown field {key!r}; {experiment.name} has: {', '.join(known)}")
     try:
         found: dict[str, Any] = parser.parse_object(values).as_dict()
         return found
@@ -155,7 +164,7 @@ def typed(experiment: Configured[Any], values: dict[str, Any], source: object) -
 
 
 def config_from(experiment: Configured[C_co], values: dict[str, Any], source: object) -> C_co:
-    """A config from its fields, which also fit each other."""
+    """Build a config from its fields and validate them together; errors name `source`."""
     try:
         return experiment.config(**typed(experiment, values, source))
     except UsageError as error:
@@ -165,17 +174,18 @@ def config_from(experiment: Configured[C_co], values: dict[str, Any], source: ob
 
 
 def with_values(experiment: Configured[C_co], config: Any, values: dict[str, Any], source: object) -> C_co:
-    """The same config with other values of some fields."""
+    """Return a copy of a config with other values for some fields."""
     return config_from(experiment, asdict(config) | values, source)
 
 
 def wrong_value(error: Exception) -> str:
-    """The parser speaks of keys, classes and unions; say which option was wrong, and what it takes."""
+    """Rewrite the parser's message, which is about keys and Python types, in terms of options."""
     kinds = r"(?:<class '(int|float|bool)'>|typing.Literal\[(.*?)\])"
     if found := re.match(rf'Parser key "([\w.]+)":.*?Expected a {kinds}.*value: (.*)', str(error), re.DOTALL):
         name, kind, choices, value = found.groups()
         option = name.rpartition(".")[2].replace("_", "-")
-        return f"--{option}: expected {KINDS[kind] if kind else f'one of {choices}'}, found {value!r}"
-    missing = r"(arguments are required: )\w+\.(\w+)"  # of the parser's own name for a positional
-    text = re.sub(missing, lambda found: found[1] + found[2].upper(), str(error))
-    return " ".join(text.split())
+        return f"--{option}: expected {KINDS[kind] if kind else f'one of {choices}'}, got {value!r}"
+    text = " ".join(str(error).split())
+    if "arguments are required: " in text:  # The parser calls a positional COMMAND.name.
+        text = re.sub(r"\b\w+\.(\w+)", lambda found: found[1].upper(), text)
+    return text

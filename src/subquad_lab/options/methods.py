@@ -5,11 +5,11 @@ from typing import Any
 from subquad.methods import FeatureMethod, resolve
 from subquad_lab import UsageError
 
-MOST_FEATURES = 1 << 16  # of a model that is trained
+MAX_FEATURES = 1 << 16  # of a method in a model that is trained
 
 
 def parse_method(spec: str, option: str = "--method") -> Any:
-    """Return the method that `spec` names; errors name the option."""
+    """Return the method named by `spec`; errors name the option."""
     try:
         return resolve(spec)
     except ValueError as error:
@@ -17,8 +17,10 @@ def parse_method(spec: str, option: str = "--method") -> Any:
 
 
 def refuse_many_features(spec: str, width: int) -> None:
-    """A method for heads of a width, before its features fill the memory."""
+    """Raise if a method has too many features at this head width to fit into memory."""
     method = parse_method(spec)
     size = method.size(width) if isinstance(method, FeatureMethod) else 0
-    if size > MOST_FEATURES:
-        raise UsageError(f"method: {spec} has {size:,} features at width {width}; expected at most {MOST_FEATURES:,}")
+    if size > MAX_FEATURES:
+        raise UsageError(
+            f"method: expected at most {MAX_FEATURES:,} features, got {size:,} for {spec} at width {width}"
+        )

@@ -1,10 +1,13 @@
-"""From the words of the command line to the call of a function: its parameters are options, its docstring is the help.
+"""The command line as function calls: parameters become options, and docstrings become help texts.
 
-Commands of experiments have a second level, `subquad train language`, whose options are the fields of the experiment's
-config; what --preset and --config say become their defaults.
+Commands about an experiment have a second level, `subquad train language`, whose options are the fields of the
+experiment's config. The values from --preset and --config become the defaults of these options.
 """
 
 import inspect
+import re
+import textwrap
+from argparse import Action
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
@@ -12,7 +15,7 @@ from importlib.metadata import version
 from typing import Any, NamedTuple
 
 from docstring_parser import parse
-from jsonargparse import ArgumentParser
+from jsonargparse import ArgumentParser, DefaultHelpFormatter
 
 from subquad_lab import UsageError
 from subquad_lab.options.fields import Configured, given_fields, presets, split_off, without_varied
@@ -21,16 +24,43 @@ Command = Callable[..., None]
 Experiments = Mapping[str, Configured[Any]]
 
 
+class Help(DefaultHelpFormatter):
+    """Keep paragraphs and indented lines of descriptions, a short usage line, and defaults without Python types."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        paragraphs = re.split(r"\n[ ]*\n", text)
+        return "\n\n".join(
+            paragraph.rstrip()
+            if paragraph.startswith(" ")
+            else textwrap.fill(" ".join(paragraph.split()), width, initial_indent=indent, subsequent_indent=indent)
+            for paragraph in paragraphs
+        )
+
+    def _format_usage(self, usage: Any, actions: Any, *more: Any, **settings: Any) -> str:
+        positionals = [action for action in actions if not action.option_strings]
+        line = super()._format_usage(usage, positionals, *more, **settings).replace(" [options]", "")
+        return re.sub(r"(usage: [a-z ]*[a-z])", r"\1 [options]", line, count=1)
+
+    def _expand_help(self, action: Action) -> str:
+        text = super()._expand_help(action)
+        text = re.sub(r"(?:required)?(?:, )?(?:type: .*?)?(?:, (?=default: )|(?=\)$))", "", text)
+        text = re.sub(r"default: (True|False)\)$", lambda found: found[0].lower(), text)
+        return re.sub(r" \((?:default: (?:null|\[\]))?\)$", "", text)
+
+
 class Options(ArgumentParser):
-    """Names with dashes; and what is true or false can be named alone: --all."""
+    """A parser with dashes in option names, and with flags that need no value: --all."""
 
     def __init__(self, **settings: Any) -> None:
-        super().__init__(exit_on_error=False, allow_abbrev=False, **settings)
+        super().__init__(exit_on_error=False, allow_abbrev=False, formatter_class=Help, **settings)
 
     def add_argument(self, *names: str, **settings: Any) -> Any:
         if settings.get("type") is bool:
             settings |= dict(nargs="?", const=True)
-        return super().add_argument(*(name.replace("_", "-") for name in names), **settings)
+        if not names[0].startswith("-"):
+            settings["metavar"] = names[0].upper()
+        names = tuple(name.rstrip("_").replace("_", "-") for name in names)
+        return super().add_argument(*names, **settings)
 
 
 class Parser(NamedTuple):
@@ -44,17 +74,18 @@ class Parser(NamedTuple):
 
 def call(
     commands: Sequence[Command],
-    of_experiments: dict[str, str],
+    output_folders: dict[str, str],
     arguments: list[str],
     experiments: Callable[[], Experiments],
 ) -> None:
-    """Call the command that the arguments name; arguments as for `parser_of`."""
-    parser, arguments, known, searched = parser_of(commands, of_experiments, arguments, experiments)
+    """Call the command named by the arguments; arguments as for `parser_of`."""
+    parser, arguments, known, searched = parser_of(commands, output_folders, arguments, experiments)
     chosen = parser.parse_args(arguments)
     function = {command.__name__: command for command in commands}[chosen.subcommand]
     given = chosen[chosen.subcommand].as_dict()
-    if chosen.subcommand not in of_experiments:
-        function(**given)
+    if chosen.subcommand not in output_folders:
+        own = inspect.signature(function).parameters
+        function(**{name if name in own else f"{name}_": value for name, value in given.items()})
         return
     experiment = known.get(given["experiment"])
     with naming_options(experiment):
@@ -63,67 +94,83 @@ def call(
 
 def parser_of(
     commands: Sequence[Command],
-    of_experiments: dict[str, str],
+    output_folders: dict[str, str],
     arguments: list[str],
     experiments: Callable[[], Experiments],
 ) -> Parser:
     """Return the parser of these arguments; the documentation reads it too.
 
     Args:
-        commands: Functions; those of experiments get `experiment` and `config`.
-        of_experiments: The names of commands about an experiment, and the folders that they write into.
-        arguments: The words of the command line.
-        experiments: Gives all experiments, if a command needs them.
+        commands: Functions. Those in `output_folders` receive `experiment` and `config`.
+        output_folders: Names of the commands that take an experiment, with their default output folders.
+        arguments: Words of the command line.
+        experiments: Returns all experiments; called only if the command needs them.
     """
     parser = Options(
         prog="subquad", version=version("subquad"), description="Attention whose cost and error you choose."
     )
-    subcommands = parser.add_subcommands()
+    subcommands = parser.add_subcommands(
+        title="commands", metavar="COMMAND", description="Run `subquad COMMAND --help` for the options of a command."
+    )
     known: Experiments = {}
     searched: dict[str, Any] = {}
     for command in commands:
         name, description = command.__name__, (inspect.getdoc(command) or "").partition("\nArgs:")[0]
         options = Options(description=description)
         subcommands.add_subcommand(name, options, help=description.partition("\n")[0])
-        if name in of_experiments:
-            if arguments[:1] == [name]:
-                known = experiments()
-                arguments, searched = add_experiments(options, command, of_experiments[name], arguments, known)
-            continue
-        lists = {p.name: p for p in inspect.signature(command).parameters.values() if p.annotation == list[str]}
-        options.add_function_arguments(command, as_group=False, as_positional=True, skip=set(lists))
-        for given, parameter in lists.items():
-            help = next(part.description for part in parse(command.__doc__).params if part.arg_name == given)
-            if parameter.default is parameter.empty:
-                options.add_argument(given, nargs="+", help=help)
-            else:
-                options.add_argument(given, nargs="*", default=[], help=help)
+        if name not in output_folders:
+            add_parameters(options, command)
+        elif arguments[:1] == [name]:
+            known = experiments()
+            arguments, searched = add_experiments(options, command, output_folders[name], arguments, known)
     return Parser(parser, arguments, known, searched)
+
+
+def add_parameters(options: Options, command: Command) -> None:
+    """Add the parameters of a command; lists of strings become positionals that can be repeated."""
+    lists = {p.name: p for p in inspect.signature(command).parameters.values() if p.annotation == list[str]}
+    options.add_function_arguments(command, as_group=False, as_positional=True, skip=set(lists))
+    described = {part.arg_name: part.description for part in parse(command.__doc__ or "").params}
+    for name, parameter in lists.items():
+        if parameter.default is parameter.empty:
+            options.add_argument(name, nargs="+", help=described[name])
+        else:
+            options.add_argument(name, nargs="*", default=[], help=described[name])
 
 
 def add_experiments(
     options: Options, command: Command, out: str, arguments: list[str], known: Experiments
 ) -> tuple[list[str], dict[str, Any]]:
-    """A subcommand for each experiment. Returns the arguments without --grid.FIELD and the like, and those."""
+    """Add a subcommand for each experiment.
+
+    Returns:
+        The arguments without --grid.FIELD and --span.FIELD, and the values of these.
+    """
     own, searched = inspect.signature(command).parameters, {}
     for kind in ("grid", "span"):
         if kind in own:
             arguments, searched[kind] = split_off(arguments, kind)
     if "resume" in own:
         _resume_alone(arguments)
-        options.add_argument("--resume", type=str | None, default=None, help="Folder of a run to go on with.")
-    experiments = options.add_subcommands(required=False, dest="experiment")
+        options.add_argument("--resume", type=str | None, default=None, help="Folder of an interrupted run to resume.")
+    experiments = options.add_subcommands(
+        required=False, dest="experiment", title="experiments", metavar="EXPERIMENT",
+        description=f"Run `subquad {command.__name__} EXPERIMENT --help` for the options of an experiment.",
+    )  # fmt: skip
     for name, experiment in known.items():
         about = inspect.cleandoc(experiment.about)
         fields = Options(description=f"{inspect.getdoc(command)}\n\n{about}")
         experiments.add_subcommand(name, fields, help=about.partition("\n")[0])
         place = out if "resume" in own else f"{out}/{name}"  # A folder holds one comparison, or one sweep.
-        fields.add_argument("--out", type=str, default=place, help="Folder to write into.")
+        fields.add_argument("--out", type=str, default=place, help="Output folder.")
         names = ", ".join(presets(name))
-        fields.add_argument("--preset", type=str | None, default=None, help=f"A config of the package: {names}.")
-        fields.add_argument("--config", type=str | None, default=None, help="A YAML file with any of the fields.")
+        fields.add_argument("--preset", type=str | None, default=None, help=f"Built-in config to start from: {names}.")
+        fields.add_argument("--config", type=str | None, default=None,
+                            help="YAML file with values for any of the options below. If both --preset and --config "
+                                 "are "
+                            "given, the later one takes precedence.")  # fmt: skip
         if "trials" in own:
-            fields.add_argument("--trials", type=int, default=20, help="The most trials of a search with --span.")
+            fields.add_argument("--trials", type=int, default=20, help="Maximum number of trials of a --span search.")
         is_compared = command.__name__ == "compare"
         fields.add_class_arguments(
             experiment.config, as_group=False, skip=set(experiment.varied) if is_compared else None
@@ -135,17 +182,17 @@ def add_experiments(
 
 
 def _resume_alone(arguments: list[str]) -> None:
-    """A run that goes on has its config already."""
+    """Raise if --resume comes with other options: a resumed run keeps its config."""
     given = [argument for argument in arguments[1:] if argument not in ("-h", "--help")]
     first = next((i for i, argument in enumerate(given) if argument.partition("=")[0] == "--resume"), None)
     if first is not None:
         rest = given[:first] + given[first + (1 if "=" in given[first] else 2) :]
         if rest:
-            raise UsageError(f"--resume: expected the folder of a run and nothing else, found {' '.join(rest)!r} too")
+            raise UsageError(f"--resume: expected a run folder and no other arguments, got also {' '.join(rest)!r}")
 
 
 def with_config(given: dict[str, Any], experiment: Configured[Any] | None) -> dict[str, Any]:
-    """The experiment itself, and its fields as its config."""
+    """Replace the experiment's name by the experiment, and its fields by a config."""
     if experiment is None:
         return given | {"config": None, "out": ""}
     rest: dict[str, Any] = given.pop(experiment.name)
@@ -157,7 +204,7 @@ def with_config(given: dict[str, Any], experiment: Configured[Any] | None) -> di
 
 @contextmanager
 def naming_options(experiment: Configured[Any] | None) -> Iterator[None]:
-    """What is wrong with a field of the config is told of the option that gives it."""
+    """Turn an error about a config field into an error about the corresponding option."""
     try:
         yield
     except UsageError as error:

@@ -1,1 +1,1 @@
-"""The page of `subquad report`, from the records of runs alone."""
+"""The HTML report, generated from the records of runs."""

@@ -1,4 +1,4 @@
-"""What `subquad verify --json` has printed, read again."""
+"""Reader for the output of `subquad verify --json`."""
 
 import json
 from pathlib import Path
@@ -9,16 +9,16 @@ from subquad_lab.theory.claims import figure as figure_of
 
 
 def claims(path: Path) -> list[dict[str, Any]]:
-    """From JSON, whose every entry must be what `verify` writes."""
+    """Read and validate claims from a JSON file."""
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"--theory: cannot read {path}: {error}") from error
     rows = found if isinstance(found, list) else []
     if not rows or not all(_is_claim(row) for row in rows):
-        raise UsageError(f"--theory: expected {path} to hold what `subquad verify --json` prints")
+        raise UsageError(f"--theory: expected the output of `subquad verify --json`, got {path}")
     return [
-        {**row, "checks": [{**check, "shown": figure_of(check["found"])} for check in row["checks"]]} for row in rows
+        {**row, "checks": [{**check, "shown": figure_of(check["measured"])} for check in row["checks"]]} for row in rows
     ]
 
 
@@ -31,9 +31,9 @@ def _is_claim(row: Any) -> bool:
         and isinstance(row.get("checks"), list)
         and all(
             isinstance(check, dict)
-            and isinstance(check.get("found"), int | float)
+            and isinstance(check.get("measured"), int | float)
             and isinstance(check.get("what"), str)
-            and isinstance(check.get("said"), str)
+            and isinstance(check.get("claimed"), str)
             and isinstance(check.get("is_mistake"), bool)
             for check in row["checks"]
         )

@@ -1,4 +1,4 @@
-"""One page about runs, from their records alone. Nothing on it asks another machine for anything."""
+"""The HTML report about runs, generated from their records. It is self-contained and loads nothing."""
 
 import os
 import warnings
@@ -23,12 +23,12 @@ PAGE = "page.html"
 
 
 def page(runs: list[Run], theory: Sequence[dict[str, Any]] = ()) -> str:
-    """All text from records is escaped; the pictures are drawn here, from the figures.
+    """Return the report as HTML. Text from records is escaped; plots are drawn here from the metrics.
 
-    A damaged run is named, with a warning, and left out; a UsageError is raised if no other run is left.
+    A damaged run is listed, with a warning, and left out; a UsageError is raised if no other run is left.
     """
     root = Path(os.path.commonpath([run.folder.resolve().parent for run in runs]))
-    if (root / CONFIG).is_file():  # of a series, whose own name tells more than those of its seeds
+    if (root / CONFIG).is_file():  # Include the name of a series, which says more than those of its seeds.
         root = root.parent
     named = {str(run.folder.resolve().relative_to(root)): run for run in runs}  # Two seeds may share the last name.
     groups: dict[str, dict[str, Run]] = {name: {} for name in EXPERIMENTS}  # in this order
@@ -56,15 +56,15 @@ def page(runs: list[Run], theory: Sequence[dict[str, Any]] = ()) -> str:
 
 def section(experiment: Experiment[Any], runs: dict[str, Run], entries: dict[str, dict[str, Any]]) -> dict[str, Any]:
     name, measure = experiment.name, experiment.measure
-    groups = alike(runs)
+    groups = by_series(runs)
     together = inline(compared(groups, experiment), f"{name}-0") if len(runs) > 1 else ""
     seeds = [over_seeds(group, found, measure) for group, found in groups.items() if len(found) > 1]
     return {"name": name, "question": experiment.question, "measure": measure, "seeds": seeds, "together": together,
             "entries": [entries[place] for place in runs], "published": experiment.published}  # fmt: skip
 
 
-def alike(runs: dict[str, Run]) -> dict[str, list[Run]]:
-    """Runs that differ in their seed alone, by the folder that they share; others by their own."""
+def by_series(runs: dict[str, Run]) -> dict[str, list[Run]]:
+    """Group runs that differ only in their seed by their common folder; other runs form their own group."""
     groups: dict[Any, dict[str, Run]] = {}
     for place, run in runs.items():
         experiment, config = experiment_of(run)
@@ -81,7 +81,7 @@ def alike(runs: dict[str, Run]) -> dict[str, list[Run]]:
 
 
 def over_seeds(group: str, runs: list[Run], measure: str) -> dict[str, str]:
-    """What they come to together; where a run is not finished, nothing is said of them all."""
+    """Return the mean over seeds with its interval, or "not finished" if a run is not finished."""
     results = [run.result() for run in runs]
     row = {"name": group}
     for part in ("valid", "test"):
@@ -111,7 +111,7 @@ def entry(name: str, run: Run, mark: str) -> dict[str, Any]:
 
 
 def readable(value: Any) -> Any:
-    """Lists and tables without brackets, numbers with commas."""
+    """Format lists and dictionaries without brackets, and integers with commas."""
     if isinstance(value, dict):
         return ", ".join(f"{key} {readable(entry)}" for key, entry in value.items())
     if isinstance(value, list):
@@ -127,7 +127,7 @@ def figure(found: Any, name: str) -> str:
 
 
 def inline(svg: bytes, mark: str) -> Markup:
-    """A picture of ours as an element of the page, its names made different from those of the others."""
+    """Return a plot as an inline SVG element, with ids that are unique on the page."""
     text = svg[svg.index(b"<svg") :].decode()
     for before, after in (('id="', f'id="{mark}-'), ("url(#", f"url(#{mark}-"), ('href="#', f'href="#{mark}-')):
         text = text.replace(before, after)

@@ -1,1 +1,1 @@
-"""The machine: files that are whole, memory, and what a call takes."""
+"""The machine: atomic files, memory, and timing."""

@@ -1,4 +1,4 @@
-"""Files that are whole or not there, also after a crash or on a full disk."""
+"""Atomic files: complete or absent, even after a crash or on a full disk."""
 
 import json
 import os
@@ -16,14 +16,14 @@ except ImportError:  # Windows
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """What was there before stays until all is written."""
+    """Write a file atomically: the old content stays until the new one is complete."""
     with made_whole(path) as temporary:
         write_synced(temporary, content)
 
 
 @contextmanager
 def made_whole(path: Path) -> Iterator[Path]:
-    """A path beside it to write to; when the block ends, that is brought to the disk and put in its place."""
+    """Yield a temporary path next to `path`; at the end, sync that file to disk and rename it to `path`."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         yield temporary
@@ -43,7 +43,7 @@ def write_synced(path: Path, content: bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """The names in a folder outlast a power cut only once the folder itself is on the disk."""
+    """Sync a folder to disk; without it, new names in the folder may not survive a power failure."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -53,7 +53,11 @@ def sync_folder(folder: Path) -> None:
 
 @contextmanager
 def locked(folder: Path, wait: bool = False) -> Iterator[None]:
-    """The folder belongs to this process alone while the block runs; given back even if the process is killed."""
+    """Lock a folder for this process during the block. The lock is released even if the process is killed.
+
+    Raises:
+        UsageError: If another process holds the lock and `wait` is False.
+    """
     handle = os.open(folder, os.O_RDONLY)
     try:
         if fcntl is not None:
@@ -67,11 +71,11 @@ def locked(folder: Path, wait: bool = False) -> Iterator[None]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """An object in a JSON file, or a UsageError that names the file."""
+    """Read an object from a JSON file; errors name the file."""
     try:
         content = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
-        raise UsageError(f"{path}: cannot be read as JSON: {error}") from error
+        raise UsageError(f"{path}: not a valid JSON file: {error}") from error
     if not isinstance(content, dict):
-        raise UsageError(f"{path}: expected an object, found {type(content).__name__}")
+        raise UsageError(f"{path}: expected an object, got {type(content).__name__}")
     return content

@@ -4,10 +4,10 @@ import os
 
 
 def memory() -> int:
-    """Of this machine, in bytes."""
+    """Return the physical memory of this machine in bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def room() -> int:
-    """For data of one kind, in bytes: a quarter of the memory, as they are copied on their way."""
+    """Return the limit in bytes for one data set: a quarter of the memory, because loading copies the data."""
     return memory() // 4

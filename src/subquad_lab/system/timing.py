@@ -1,10 +1,10 @@
-"""What one call of attention takes: time, peak memory, and its error against exact attention.
+"""Measurement of one attention call: time, peak memory, and error relative to exact attention.
 
     relative error = |out - exact| / |exact|,  Frobenius norm over sampled rows
 
-Each measurement has a process of its own (`python -m subquad_lab.system.timing`: a request as JSON on the standard
-input, the answer as JSON on the standard output), since memory that an earlier call has touched would hide
-what the next one needs. Attention is causal, in float32, on normal inputs from a fixed seed.
+Each measurement runs in its own process (`python -m subquad_lab.system.timing`, with a JSON request on standard input
+and a JSON answer on standard output), because memory touched by an earlier call would hide what the next one needs.
+Attention is causal, in float32, on normally distributed inputs from a fixed seed.
 """
 
 import itertools
@@ -31,7 +31,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Request:
-    """One call to measure. `method` is written as on the command line, such as "taylor:2"."""
+    """One call to measure. `method` is a name as on the command line, such as "taylor:2"."""
 
     method: str
     length: int
@@ -45,7 +45,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Measurement:
-    """Seconds of the best repeat, bytes above what the inputs hold, relative error of the output."""
+    """Seconds of the fastest repeat, peak bytes in addition to the inputs, and relative error of the output."""
 
     seconds: float
     peak_bytes: int
@@ -53,21 +53,21 @@ class Measurement:
 
 
 class MeasureError(RuntimeError):
-    """The call could not be measured; the message says why."""
+    """Raised if a call cannot be measured."""
 
 
 def measure(request: Request) -> Measurement:
     """Measure one call in a fresh process."""
-    command = [sys.executable, "-P", "-m", "subquad_lab.system.timing"]  # -P: nothing from the current folder
+    command = [sys.executable, "-P", "-m", "subquad_lab.system.timing"]  # -P: import nothing from the current folder
     done = subprocess.run(command, input=json.dumps(asdict(request)), capture_output=True, text=True)
     if done.returncode != 0:
-        last = (done.stderr.strip().splitlines() or [f"the process ended with {done.returncode}"])[-1]
+        last = (done.stderr.strip().splitlines() or [f"the process exited with {done.returncode}"])[-1]
         raise MeasureError(f"{request.method} at length {request.length}: {last}")
     return Measurement(**json.loads(done.stdout))
 
 
 def normal_inputs(request: Request) -> Inputs:
-    """Queries, keys and values of shape (1, heads, length, width)."""
+    """Return queries, keys and values of shape (1, heads, length, width)."""
     generator = torch.Generator().manual_seed(request.seed)
     shape = (1, request.heads, request.length, request.width)
     q, k, v = (torch.randn(shape, generator=generator) for _ in range(3))
@@ -79,21 +79,20 @@ def normal_inputs(request: Request) -> Inputs:
 
 
 def high_water_bytes() -> int:
-    """The most memory that this process has held so far."""
+    """Return the peak memory of this process so far."""
     status = Path("/proc/self/status")
     if status.exists():
         line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
         return int(line.split()[1]) * 1024
     import resource
 
-    # Kilobytes everywhere but on macOS.
+    # ru_maxrss is in kilobytes, except on macOS, where it is in bytes.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def peak_bytes(call: Callable[[], object]) -> int:
-    """How far one call drives this process's memory above where it stood, the result included."""
-    # On Linux the high-water mark then falls to what is held now. Where it cannot, what the process
-    # held at its highest is the best base there is.
+    """Return by how much a call raises the peak memory of this process, including its result."""
+    # On Linux this resets the peak to the current use. Elsewhere the peak so far is the best available baseline.
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
     before = high_water_bytes()
@@ -102,9 +101,9 @@ def peak_bytes(call: Callable[[], object]) -> int:
 
 
 def best_seconds(call: Callable[[], object], repeats: int, at_least: float = 0.5) -> float:
-    """The quickest of several calls: other work on the machine can only make a call slower.
+    """Return the time of the fastest of several calls; other load on the machine can only make a call slower.
 
-    Short calls are repeated for `at_least` seconds in all, so that a disturbance does not meet every one.
+    Short calls are repeated for at least `at_least` seconds in total, so that a disturbance does not affect all calls.
     """
     best, total, count = math.inf, 0.0, 0
     while count < repeats or total < at_least:
@@ -116,9 +115,9 @@ def best_seconds(call: Callable[[], object], repeats: int, at_least: float = 0.5
 
 
 def in_turn(calls: dict[str, Callable[[], object]], rounds: int, at_least: float, at_most: float) -> dict[str, float]:
-    """The best time of each call, all of them called once per round, so that a disturbance meets all alike.
+    """Return the best time of each call. A round calls each once, so that a disturbance affects all of them equally.
 
-    Rounds go on for `at_least` seconds, and none begins after `at_most`.
+    Rounds last at least `at_least` seconds in total, and none starts after `at_most`.
     """
     best = dict.fromkeys(calls, math.inf)
     begin = time.perf_counter()
@@ -134,10 +133,10 @@ def in_turn(calls: dict[str, Callable[[], object]], rounds: int, at_least: float
 
 
 def relative_error(output: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: int = 256) -> float:
-    """Error of causal attention over `rows` rows, against float64: O(rows * length).
+    """Return the relative error of causal attention on `rows` rows, compared to float64, in O(rows * length).
 
-    The first rows are averages of few values, so they are large: a quarter of the rows are the first ones, each for
-    itself, and the others, spread evenly, stand for as many as lie between them.
+    The first rows average few values and are therefore large: a quarter of the sampled rows are the first ones, with
+    weight 1. The others are spread evenly and weighted by the number of rows that each represents.
     """
     length = q.shape[-2]
     first = min(rows // 4, length)
@@ -147,7 +146,7 @@ def relative_error(output: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: int = 
     weight[first:] = (length - first) / max(1, others)
     hidden = torch.arange(length) > picked[:, None]  # (rows, length)
     difference = norm = 0.0
-    for head in range(q.shape[1]):  # one at a time: all the weights at once may not fit into memory
+    for head in range(q.shape[1]):  # one at a time, because the weights of all heads may not fit into memory
         logits = q[0, head, picked].double() @ k[0, head].double().T / math.sqrt(q.shape[-1])
         exact = logits.masked_fill_(hidden, -math.inf).softmax(-1) @ v[0, head].double()
         difference += (weight * (output[0, head, picked].double() - exact).square()).sum().item()
@@ -156,7 +155,7 @@ def relative_error(output: Tensor, q: Tensor, k: Tensor, v: Tensor, rows: int = 
 
 
 def call(attend: Attend, inputs: Inputs, backward: bool) -> Tensor:
-    """One call of attention, with its gradients if they are asked for."""
+    """Call attention, followed by the backward pass if requested."""
     output = attend(*inputs)
     if backward:
         torch.autograd.grad(output.sum(), inputs)
@@ -164,8 +163,8 @@ def call(attend: Attend, inputs: Inputs, backward: bool) -> Tensor:
 
 
 def memory_and_error(attend: Attend, request: Request) -> tuple[int, float]:
-    """Peak bytes and relative error of one call; the first of its size in this process."""
-    # A small call before it pays for what torch sets up once.
+    """Return peak bytes and relative error of one call, which must be the first of its size in this process."""
+    # A small call first, so that torch's one-time setup is not counted.
     call(attend, normal_inputs(replace(request, length=16)), request.backward)
     inputs = normal_inputs(request)
     outputs: list[Tensor] = []

@@ -1,4 +1,4 @@
-"""The theory, as claims that run: a file or a folder for each subject. To add a subject, add it to `SUBJECTS`."""
+"""The theory as executable claims: a file or a folder per subject. To add a subject, add it to `SUBJECTS`."""
 
 from subquad_lab.theory import attention, networks, optimizers, recurrence
 from subquad_lab.theory.claims import CLAIMS, Claim
@@ -9,5 +9,5 @@ SUBJECTS = tuple(
 
 
 def all_claims() -> list[Claim]:
-    """In the order of their numbers."""
+    """Return all claims, ordered by number."""
     return [CLAIMS[number] for number in sorted(CLAIMS)]

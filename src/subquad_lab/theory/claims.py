@@ -1,7 +1,7 @@
-"""Claims that run. A claim states something in words and as a formula, checks it on numbers, and can fail.
+"""Executable claims. A claim is a statement with a formula that is checked numerically and can fail.
 
-What a claim says is computed by small functions and constants that stand before it; what it finds comes from the
-library, from the lab's own models and optimisers, and from counts of what torch did. Where a mistake is common, the
+The claimed values are computed by small functions and constants next to the claim; the measured values come from the
+library, from the lab's models and optimizers, and from counts of torch operations. If there is a common mistake, the
 claim checks that too, and holds only if the mistake does not.
 """
 
@@ -15,37 +15,37 @@ from subquad_lab.theory.inputs import ROUNDING
 
 @dataclass(frozen=True)
 class Setting:
-    """Of a check: where its random numbers begin, and how large its problems are, 0, 1 or 2."""
+    """The random seed and the problem size (0, 1 or 2) of a check."""
 
     seed: int = 0
     size: int = 1
 
     def of(self, *sizes: int) -> int:
-        """One of three sizes."""
+        """Return one of three sizes."""
         return sizes[self.size]
 
 
 class Check(NamedTuple):
-    """What was found, beside what is said of it."""
+    """A measured value and the claim about it."""
 
     what: str
-    found: float
+    measured: float
     relation: Literal["=", "<=", ">="]
     bound: float
     holds: bool
     is_mistake: bool = False
-    within: float = 0.0  # what `=` allows, as a part of the bound
+    within: float = 0.0  # relative tolerance of `=`
 
     @property
-    def said(self) -> str:
-        """The tolerance of an equality too, unless it is that of rounding."""
+    def claimed(self) -> str:
+        """The claim as text, with the tolerance of an equality unless it is only for rounding."""
         within = f" within {100 * self.within:g}%" if self.within > SAME else ""
         return f"{self.relation} {figure(self.bound)}{within}"
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Checks; the derivation, with the numbers of this run; and what draws a picture, as SVG."""
+    """The checks of a claim, its derivation with the numbers of this run, and a function that draws a plot as SVG."""
 
     checks: list[Check]
     derivation: list[str]
@@ -77,12 +77,12 @@ Checked = Callable[[Setting], Finding]
 
 
 def claim(number: int, statement: str, formula: str, mistake: str | None = None) -> Callable[[Checked], Checked]:
-    """Enter a check into the list of claims, under the subject of its file or folder."""
+    """Register a check as a claim, under the subject of its file or folder."""
 
     def entered(check: Checked) -> Checked:
         subject = check.__module__.removeprefix(f"{__package__}.").partition(".")[0]
         if number in CLAIMS:
-            raise ValueError(f"number: {number} is that of another claim")
+            raise ValueError(f"number: expected a new claim number, got {number}, which exists")
         CLAIMS[number] = Claim(number, subject, statement, formula, mistake, check)
         return check
 
@@ -91,26 +91,26 @@ def claim(number: int, statement: str, formula: str, mistake: str | None = None)
 
 # --- Checks -------------------------------------------------------------------------------------------------------
 
-SAME = 1e-9  # parts of a figure that rounding may change on its way through a whole computation
-SMALL = 1e-5  # Bounds of errors below it are bounds of rounding, of float64 or of float32.
+SAME = 1e-9  # relative error that rounding may cause in a whole computation
+SMALL = 1e-5  # Smaller bounds are bounds of rounding errors, in float64 or float32.
 
 
-def equal(what: str, found: float, said: float, within: float = SAME, mistake: bool = False) -> Check:
-    """To a part of what is said, or to that itself around 0."""
-    holds = abs(found - said) <= within * max(abs(said), 1.0 if said == 0 else 0.0)
-    return Check(what, found, "=", said, holds, mistake, within)
+def equal(what: str, measured: float, claimed: float, within: float = SAME, mistake: bool = False) -> Check:
+    """Check equality with a relative tolerance, which is absolute if the claimed value is 0."""
+    holds = abs(measured - claimed) <= within * max(abs(claimed), 1.0 if claimed == 0 else 0.0)
+    return Check(what, measured, "=", claimed, holds, mistake, within)
 
 
-def at_most(what: str, found: float, bound: float, mistake: bool = False) -> Check:
-    return Check(what, found, "<=", bound, isfinite(found) and found <= bound, mistake)
+def at_most(what: str, measured: float, bound: float, mistake: bool = False) -> Check:
+    return Check(what, measured, "<=", bound, isfinite(measured) and measured <= bound, mistake)
 
 
-def at_least(what: str, found: float, bound: float, mistake: bool = False) -> Check:
-    return Check(what, found, ">=", bound, found >= bound, mistake)
+def at_least(what: str, measured: float, bound: float, mistake: bool = False) -> Check:
+    return Check(what, measured, ">=", bound, measured >= bound, mistake)
 
 
 def figure(value: float) -> str:
-    """Whole numbers whole, others with four digits.
+    """Format integers with commas, and other numbers with four digits.
 
     >>> figure(224892), figure(0.123456), figure(1e-12), figure(3.0)
     ('224,892', '0.1235', '1e-12', '3')
@@ -121,15 +121,15 @@ def figure(value: float) -> str:
 
 
 def shown(check: Check) -> str:
-    """What was found; a rounding error only by its bound, for it is another on another machine."""
-    if check.relation == "<=" and check.holds and check.found >= 0:
-        if check.found < ROUNDING <= check.bound:
+    """Format the measured value; a rounding error only by its bound, because it differs between machines."""
+    if check.relation == "<=" and check.holds and check.measured >= 0:
+        if check.measured < ROUNDING <= check.bound:
             return f"below {ROUNDING:g}"
         if check.bound < SMALL:
             return f"below {check.bound:g}"
-    return figure(check.found)
+    return figure(check.measured)
 
 
 def small(error: float) -> str:
-    """An error in a sentence, as what it does not exceed."""
+    """Format an error for a sentence, as an upper bound."""
     return f"{ROUNDING:g}" if error < ROUNDING else f"{error:.1g}"

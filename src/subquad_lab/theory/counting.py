@@ -1,7 +1,7 @@
-"""What torch did in a call, counted: multiplications, exponentials, and the most bytes that were held at one time.
+"""Counts of torch's operations in a call: FLOPs of matrix products, exponentials, and peak memory.
 
-Fused kernels, torch's and the library's, do all of it behind one name, where nothing can be counted. So the library is
-counted where it works with torch's plain operations, which is what `attention` asks it to do here.
+Operations inside fused kernels, torch's and the library's, cannot be counted. Therefore `attention` in this module
+selects the form of the library that uses plain torch operations.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,19 +26,19 @@ ORDERS: tuple[Order, ...] = ("linear", "quadratic")
 
 
 def exact_in_plain_operations() -> AbstractContextManager[None]:
-    """Where `Exact` makes the matrix of its weights, as the formula has it."""
+    """Return a context in which `Exact` materializes its weight matrix."""
     return sdpa_kernel(SDPBackend.MATH)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, *, method: Any, order: Order = "linear") -> Tensor:
-    """`subquad.attention` of (L, D) without scaling, in plain operations; `Exact` has one order, whichever is named."""
+    """Call `subquad.attention` on (L, D) without scaling, in plain operations; `Exact` ignores the order."""
     form: Literal["linear", "dense"] = "linear" if order == "linear" else "dense"
     with exact_in_plain_operations():
         return attention_in_form(*(x[None, None] for x in (q, k, v)), method=method, form=form, scale=1.0)[0, 0]
 
 
 class Held(TorchDispatchMode):
-    """Follows the memory of all tensors that are made: `peak` bytes at most; and counts `exponentials`."""
+    """Track the memory of all new tensors (`peak` in bytes) and count `exponentials`."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -70,9 +70,9 @@ class Held(TorchDispatchMode):
 
 class Counts(NamedTuple):
     result: Any
-    flops: int  # of the matrix products; a multiplication and an addition are 2
+    flops: int  # of the matrix products; a multiply-add counts as 2
     exponentials: int
-    peak_bytes: int  # the most that tensors made in the call have held, its result included
+    peak_bytes: int  # of the tensors created in the call, including its result
 
 
 def counted(call: Callable[[], object]) -> Counts:
@@ -85,7 +85,7 @@ Term = tuple[int, ...]  # the exponents of a product of sizes
 
 
 def misfit(terms: Sequence[Term], sizes: Sequence[Sequence[int]], values: Sequence[float]) -> tuple[float, list[float]]:
-    """The largest relative error of the best sum of terms, and the coefficients.
+    """Fit a sum of terms; return its largest relative error and the coefficients.
 
     >>> misfit([(2,), (1,)], [(1,), (2,), (3,)], [4.0, 14.0, 30.0])[1]
     [3.0, 1.0]
@@ -97,7 +97,8 @@ def misfit(terms: Sequence[Term], sizes: Sequence[Sequence[int]], values: Sequen
 
 
 def written(terms: Sequence[Term], names: str, factors: Sequence[float] | None = None) -> str:
-    """
+    """Format a sum of terms.
+
     >>> written([(2, 0), (1, 1)], "LD"), written([(2, 0), (1, 1)], "LD", [4.0, 0.5])
     ('L^2 + L D', '4 L^2 + 0.5 L D')
     """

@@ -1,9 +1,9 @@
-"""The numbers that all claims draw and compare: float64, from a seed, equal but for rounding."""
+"""Random inputs and error measures of the claims, in float64."""
 
 import torch
 from torch import Tensor
 
-ROUNDING = 1e-12  # of float64, with some room
+ROUNDING = 1e-12  # bound of rounding errors in float64, with a margin
 
 
 def normal(*shape: int, seed: int, spread: float = 1.0) -> Tensor:
@@ -11,10 +11,10 @@ def normal(*shape: int, seed: int, spread: float = 1.0) -> Tensor:
 
 
 def distance(found: Tensor, wanted: Tensor) -> float:
-    """|found - wanted| / |wanted|."""
+    """Return |found - wanted| / |wanted|."""
     return float((found - wanted).norm() / wanted.norm())
 
 
 def farthest(found: Tensor, wanted: float) -> float:
-    """The largest |found - wanted|."""
+    """Return the largest |found - wanted|."""
     return float((found - wanted).abs().max())

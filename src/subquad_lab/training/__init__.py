@@ -1,1 +1,1 @@
-"""One loop for all experiments, and what surrounds it: configs, checkpoints, runs on the disk, seeds."""
+"""The training loop of all experiments, with configs, checkpoints, run folders and seeds."""

@@ -1,11 +1,12 @@
-"""Checkpoints on the disk: whole or not there, checked before they are believed, and nothing in them is executed.
+"""Checkpoints: written atomically, verified when loaded, and free of executable content.
 
     checkpoints/00000012/tensors.safetensors    every tensor
                          state.json             everything else
-                         SHA256SUMS             of both, as `sha256sum -c` reads it
+                         SHA256SUMS             checksums of both, in the format of `sha256sum -c`
 
-A checkpoint is made in a hidden folder, brought to the disk, and renamed: after a crash it is there or it is not. Each
-has the next number, so that none is ever replaced; those that are no longer needed are removed once it is there.
+A checkpoint is written to a hidden folder, synced to disk and renamed, so that after a crash it exists either
+completely or not at all. Numbers only increase, so no checkpoint is ever replaced; old ones are removed once the new
+one exists.
 """
 
 import hashlib
@@ -29,7 +30,7 @@ TENSORS, STATE, SUMS = "tensors.safetensors", "state.json", "SHA256SUMS"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """All that a run needs to go on: tensors by name, and the rest as JSON."""
+    """Everything needed to resume a run: tensors by name, and the rest as JSON."""
 
     tensors: dict[str, Tensor]
     state: dict[str, Any]
@@ -37,15 +38,18 @@ class Checkpoint:
 
 
 class Damaged(UsageError):
-    """A checkpoint that is not what was written."""
+    """A checkpoint whose content has changed since it was written."""
 
 
 def save(folder: Path, number: int, checkpoint: Checkpoint, keep: Iterable[int] = ()) -> None:
-    """Put it into `folder`, or leave everything as it was and say why.
+    """Write a checkpoint into `folder` and remove old ones.
 
-    Of the earlier ones the last stays, and those whose numbers are in `keep`.
+    The previous checkpoint and those whose numbers are in `keep` stay.
+
+    Raises:
+        RunError: If it cannot be written. Earlier checkpoints are unchanged.
     """
-    hidden = folder / ".new"  # Of one process: a run is locked while it is trained.
+    hidden = folder / ".new"  # Only one process writes here: a run is locked during training.
     try:
         folder.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(hidden, ignore_errors=True)
@@ -72,47 +76,52 @@ def save(folder: Path, number: int, checkpoint: Checkpoint, keep: Iterable[int] 
 
 
 def load(path: Path) -> Checkpoint:
-    """Read one checkpoint; `Damaged` if a single bit is not as it was written."""
+    """Load one checkpoint.
+
+    Raises:
+        Damaged: If a single bit differs from what was written.
+    """
     try:
         contents = {name: (path / name).read_bytes() for name in (TENSORS, STATE)}
         sums = (path / SUMS).read_bytes()
     except OSError as error:
         raise Damaged(f"checkpoint {path}: {Path(error.filename or path).name}: {error.strerror}") from error
     if sums != _sums(contents):
-        raise Damaged(f"checkpoint {path}: its contents do not have the checksums in {SUMS}")
-    # Whoever can write the checksums can write anything: the formats are checked too, and both are only data.
+        raise Damaged(f"checkpoint {path}: the contents do not match the checksums in {SUMS}")
+    # An attacker could write matching checksums, so the formats are checked too. Both formats hold data only.
     try:
         tensors = safetensors.torch.load(contents[TENSORS])
         state = json.loads(contents[STATE])
     except (SafetensorError, ValueError, RecursionError) as error:
         raise Damaged(f"checkpoint {path}: {error}") from error
     if not isinstance(state, dict):
-        raise Damaged(f"checkpoint {path}: expected an object in {STATE}, found {type(state).__name__}")
+        raise Damaged(f"checkpoint {path}: expected an object in {STATE}, got {type(state).__name__}")
     return Checkpoint(tensors, state, path)
 
 
 def newest(folder: Path) -> Checkpoint | None:
-    """The last checkpoint that is whole; of each later one that is not, a line on the standard error. None: no folder.
+    """Return the latest intact checkpoint, or None if there are none; warn about each damaged one that is skipped.
 
-    Where there are checkpoints and none of them is whole, there is nothing to go on with.
+    Raises:
+        Damaged: If there are checkpoints and all of them are damaged.
     """
     found = numbers(folder)
     for number in reversed(found):
         try:
             return load(folder / _name(number))
         except Damaged as error:
-            print(f"subquad: warning: {error}; the one before it is used", file=sys.stderr)
+            print(f"subquad: warning: {error}; falling back to the previous checkpoint", file=sys.stderr)
     if found:
-        raise Damaged(f"checkpoints in {folder}: expected at least one that is whole, found {len(found)} damaged")
+        raise Damaged(f"checkpoints in {folder}: expected at least one intact checkpoint, got {len(found)} damaged")
     return None
 
 
 def best(folder: Path, number: int) -> Checkpoint:
-    """The one with this number, or, where it is damaged, the newest; a line on the standard error says so."""
+    """Return the checkpoint with this number, or the latest one, with a warning, if it is damaged."""
     try:
         return load(folder / _name(number))
     except Damaged as error:
-        print(f"subquad: warning: {error}; the newest is used, not the best", file=sys.stderr)
+        print(f"subquad: warning: {error}; using the latest instead of the best", file=sys.stderr)
         found = newest(folder)
         if found is None:
             raise
@@ -120,7 +129,7 @@ def best(folder: Path, number: int) -> Checkpoint:
 
 
 def numbers(folder: Path) -> list[int]:
-    """Of the checkpoints in a folder, the last one last."""
+    """Return the numbers of the checkpoints in a folder in ascending order."""
     if not folder.is_dir():
         return []
     return sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal())
@@ -131,7 +140,7 @@ def next_number(folder: Path) -> int:
 
 
 def _remove(path: Path) -> None:
-    """First out of sight, by one rename, so that a crash in between leaves nothing that looks like a checkpoint."""
+    """Remove a checkpoint. It is renamed first, so that a crash leaves nothing that looks like a checkpoint."""
     hidden = path.with_name(".old")
     shutil.rmtree(hidden, ignore_errors=True)
     path.rename(hidden)

@@ -1,4 +1,4 @@
-"""What every run is told: the fields that the configs of all experiments have."""
+"""The config fields that all experiments share."""
 
 import math
 from dataclasses import dataclass
@@ -10,29 +10,29 @@ from subquad_lab.training import optimizers
 
 @dataclass(frozen=True)
 class Training:
-    """The fields that every experiment's config has.
+    """The config fields that all experiments share.
 
     Args:
-        seed: Of the parameters, of the order of the data, and of dropout.
-        seeds: Runs, each with the next seed; more than one show how much of a figure is chance.
-        epochs: Passes over the training part.
-        steps: Updates, instead of epochs.
-        minutes: Of training, after which the run ends even if the epochs or steps are not done.
-        batch: Rows of a step, over all processes.
-        accumulate: Parts into which a batch is cut to save memory; the step is the same.
-        optimizer: sgd (with momentum), average or corrected (with a running average of the gradients, without and
-            with its bias corrected), adam; sgdw and adamw have a decoupled weight decay, the others an L2 penalty.
-        lr: Learning rate, at its highest.
-        momentum: Share of the past in the step, of all but adam and adamw.
-        weight_decay: Of the optimizer.
-        schedule: How the rate goes on after the warm-up: constant, linear to 0, or cosine to 0. Or by epochs: a
-            hundredth of lr, half, lr, and then linear to a hundredth in the last.
-        warmup: Steps in which the rate rises to lr.
-        clip: The largest norm of the gradient.
-        evaluate_every: Steps between evaluations; after each epoch if not given.
-        patience: Evaluations without a better one after which the run stops early.
-        save_every: Steps between checkpoints; after each evaluation and each minute if not given.
-        weights: Which weights the test sees, those of the best evaluation or the last.
+        seed: Random seed of the parameters, the data order and dropout.
+        seeds: Number of runs, with consecutive seeds. More than one gives confidence intervals.
+        epochs: Number of passes over the training set.
+        steps: Number of optimizer steps; replaces --epochs.
+        minutes: Stop after this many minutes of training, even if --epochs or --steps are not reached.
+        batch: Batch size, over all processes.
+        accumulate: Number of gradient accumulation steps per batch. Saves memory and does not change the update.
+        optimizer: sgd (with momentum); average (exponential moving average of the gradients); corrected (average with
+            bias correction); adam. sgdw and adamw use decoupled weight decay, the others an L2 penalty.
+        lr: Peak learning rate.
+        momentum: Momentum (ignored by adam and adamw).
+        weight_decay: Weight decay.
+        schedule: Learning rate schedule after the warm-up: constant, linear to 0, or cosine to 0. epochs: lr/100, about
+            lr/2 and lr in the first three epochs, then linear to lr/100 in the last.
+        warmup: Number of steps of linear learning rate warm-up.
+        clip: Maximum gradient norm. Default: no clipping.
+        evaluate_every: Steps between evaluations. Default: one epoch.
+        patience: Stop early after this many evaluations without improvement. Default: never.
+        save_every: Steps between checkpoints. Default: after each evaluation and about once a minute.
+        weights: Weights to test: those of the best evaluation or the last ones.
     """
 
     seed: int = 0
@@ -55,31 +55,33 @@ class Training:
     weights: Literal["best", "last"] = "best"
 
     def __post_init__(self) -> None:
-        at_least = dict(
+        minimum = dict(
             seeds=1, epochs=1, steps=1, batch=1, accumulate=1, warmup=0, evaluate_every=1, patience=1, save_every=1
         )
-        for name, least in at_least.items():
+        for name, least in minimum.items():
             value = getattr(self, name)
             if value is not None and value < least:
-                raise UsageError(f"{name}: expected a whole number >= {least}, found {value}")
+                raise UsageError(
+                    f"{name}: expected {'a positive integer' if least else 'an integer >= 0'}, got {value}"
+                )
         for name in ("lr", "weight_decay"):
             if not 0 <= getattr(self, name) < math.inf:
-                raise UsageError(f"{name}: expected a number >= 0, found {getattr(self, name)}")
+                raise UsageError(f"{name}: expected a number >= 0, got {getattr(self, name)}")
         if not 0 <= self.momentum < 1:
-            raise UsageError(f"momentum: expected a number from 0 to below 1, found {self.momentum}")
+            raise UsageError(f"momentum: expected a number in [0, 1), got {self.momentum}")
         for name in ("clip", "minutes"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
-                raise UsageError(f"{name}: expected a number above 0, found {value}")
+                raise UsageError(f"{name}: expected a positive number, got {value}")
         if not 0 <= self.seed <= 2**32 - self.seeds:
-            raise UsageError(f"seed: expected a whole number from 0 to below 2^32, found {self.seed}")
+            raise UsageError(f"seed: expected an integer in [0, 2^32), got {self.seed}")
         if self.schedule == "epochs":
             others = {"steps": self.steps, "minutes": self.minutes, "warmup": self.warmup or None}
             for name, value in others.items():
                 if value is not None:
-                    raise UsageError(f"{name}: expected none with the schedule by epochs, found {value}")
+                    raise UsageError(f"{name}: expected no value with --schedule epochs, got {value}")
             if self.epochs < 4:
-                raise UsageError(f"epochs: expected at least 4 for the schedule by epochs, found {self.epochs}")
+                raise UsageError(f"epochs: expected at least 4 with --schedule epochs, got {self.epochs}")
         if self.batch % self.accumulate:
-            raise UsageError(f"accumulate: expected a number that divides the batch of {self.batch}, "
-                             f"found {self.accumulate}")  # fmt: skip
+            raise UsageError(f"accumulate: expected a divisor of the batch size {self.batch}, "
+                             f"got {self.accumulate}")  # fmt: skip

@@ -1,7 +1,7 @@
-"""What an experiment is to the rest of the lab: a value, passed along, that builds a task for the training loop.
+"""The interface of an experiment: a value that builds a task for the training loop.
 
-To add one, write its file in `experiments/`, which ends in `EXPERIMENT = Experiment(...)`, and list it in
-`experiments/__init__.py`. Its commands, options, runs, comparisons and its part of the report follow.
+To add an experiment, write a file in `experiments/` that ends in `EXPERIMENT = Experiment(...)`, and list it in
+`experiments/__init__.py`. Commands, options, runs, comparisons and the report then support it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,36 +20,36 @@ PartName = Literal["valid", "test"]
 
 
 class Task(Protocol):
-    """What the loop asks of an experiment: a model, and the data that it learns."""
+    """The part of an experiment that the training loop uses: a model and its data."""
 
     @property
     def model(self) -> nn.Module:
-        """What is trained."""
+        """The model to train."""
 
     @property
     def batches(self) -> int:
-        """Of an epoch."""
+        """Number of batches per epoch."""
 
     def about(self) -> dict[str, Any]:
-        """What run.json tells of the data, their checksum among it, and of the parameters by part."""
+        """Return the content of run.json: the data with their checksum, and the number of parameters by module."""
 
     def batch(self, epoch: int, index: int) -> Rows:
-        """The rows of one step; the same for the same place."""
+        """Return the rows of one step. They depend only on the epoch and the index."""
 
     def begin(self, rows: int) -> Carry:
-        """What the model remembers before an epoch: nothing, or a tensor of each row."""
+        """Return the recurrent state at the start of an epoch: empty, or tensors with one entry per row."""
 
     def loss(self, model: nn.Module, rows: Rows, carry: Carry) -> tuple[Tensor, Carry]:
-        """The mean over the rows, and what is remembered for the next step, detached."""
+        """Return the mean loss over the rows, and the detached recurrent state for the next step."""
 
     def count(self, rows: Rows) -> int:
-        """Units in these rows, for the speed."""
+        """Return the number of units in these rows, to report the speed."""
 
     def evaluate(self, part: PartName, check: Callable[[], None]) -> dict[str, float]:
-        """Figures of a part of the data. Changes nothing; calls `check` now and then, which may raise."""
+        """Return the metrics on a part of the data. Call `check` regularly; it may raise to interrupt."""
 
     def records(self) -> dict[str, Any]:
-        """What a finished run writes down besides, as JSON by name: predictions of the test part, for example."""
+        """Return further JSON files of a finished run by name, such as its predictions on the test set."""
 
 
 def no_pictures(run: Run, config: Any) -> dict[str, bytes]:
@@ -58,22 +58,22 @@ def no_pictures(run: Run, config: Any) -> dict[str, bytes]:
 
 @dataclass(frozen=True)
 class Experiment(Generic[C]):
-    """A question, and all that is needed to train for an answer.
+    """A question, and everything needed to answer it by training.
 
     Attributes:
-        name: On the command line, and of its folder of presets.
-        about: The question in the first line, and how it is asked; shown as help and in the report.
-        config: The class of its configs, whose fields are its options.
-        measure: Of the figures that its tasks find, the one that says which weights are best.
-        higher_is_better: Whether that is so of the measure.
-        unit: What is counted for the speed: words, images.
-        loss_unit: What the loss is a mean over: "word" stands for nats per word.
-        build: The task, with its model and data; all randomness from torch's generator, which was seeded.
-        label: What tells a run apart from others, in a few words.
-        variants: What `subquad compare` trains: configs by name.
-        varied: Fields that the variants set; `subquad compare` does not take them as options.
-        pictures: SVG by name, drawn from what a run has written down, besides its curves.
-        published: Figures of others, for the report: "what", on which "data", and the "figure".
+        name: Name on the command line, and of the folder of its presets.
+        about: Description, with the question in the first line; shown in the help and in the report.
+        config: Config class, whose fields are the options.
+        measure: Metric that selects the best weights.
+        higher_is_better: Whether higher values of the measure are better.
+        unit: Unit of the training speed, such as words or images.
+        loss_unit: What the loss is averaged over: "word" means nats per word.
+        build: Returns the task for a config. Randomness comes from torch's generator, which is seeded before the call.
+        label: Returns a short description that distinguishes a run from others.
+        variants: Returns the configs that `subquad compare` trains, by name.
+        varied: Fields that the variants set; `subquad compare` does not accept them as options.
+        pictures: Returns SVG plots of a run by name, in addition to its learning curves.
+        published: Published results for the report: "what", on which "data", and the "figure".
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM: the step is finished, the run saved, and only then the process ends."""
+"""Ctrl-C and SIGTERM: finish the step, save the run, then exit."""
 
 import signal
 from pathlib import Path
@@ -9,18 +9,18 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Interrupted(Exception):
-    """Asked to stop by a signal; the exit code is 128 and its number, as a shell has it."""
+    """Raised to stop after a signal; the exit code is 128 plus its number, the shell convention."""
 
     def __init__(self, number: int) -> None:
-        super().__init__(f"stopped by {signal.Signals(number).name}")
+        super().__init__(f"interrupted by {signal.Signals(number).name}")
         self.exit_code = 128 + number
-        self.folder: Path | None = None  # of the run, or of the series that it belongs to
+        self.folder: Path | None = None  # of the run, or of its series
 
 
 class Interruption:
-    """Notes a signal while its block runs. A second Ctrl-C is not waited for: it raises KeyboardInterrupt.
+    """Record signals inside a `with` block. A second Ctrl-C raises KeyboardInterrupt immediately.
 
-    (A second SIGTERM is nothing new: torchrun sends one to each of its processes after a Ctrl-C.)
+    A second SIGTERM is ignored: torchrun sends one to each of its processes after a Ctrl-C.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""A run from its folder to its result: begun or opened again, trained from its last checkpoint, and finished."""
+"""The life of a run: create or reopen it, train it from its last checkpoint, and write its result."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -22,7 +22,7 @@ from subquad_lab.training.run import ABOUT, CURVES, RESULT, Run, versions
 
 @dataclass(frozen=True)
 class Job:
-    """A run that is to be trained: its folder, and what is trained in it."""
+    """A run to train: its folder, experiment, config and task."""
 
     experiment: Experiment[Any]
     config: Training
@@ -31,7 +31,7 @@ class Job:
 
 
 def begin(experiment: Experiment[Any], config: Training, root: Path, name: str | None) -> Job:
-    """A new run in a folder of its own: the given name, or the next number."""
+    """Create a run in a new folder with the given name, or with the next number."""
     task = build(experiment, config)
     about = {"experiment": experiment.name, "versions": versions(), **task.about()}
     run = create(experiment, config, root, name, lambda run: run.write_json(ABOUT, about))
@@ -39,32 +39,32 @@ def begin(experiment: Experiment[Any], config: Training, root: Path, name: str |
 
 
 def reopen(experiment: Experiment[Any], config: Training, run: Run) -> Job:
-    """A run that is there, with the data that it began with."""
+    """Reopen an existing run; raise if its data have changed."""
     task = build(experiment, config)
     if run.about()["data"].get("sha256") != task.about()["data"]["sha256"]:
-        raise UsageError(f"{run.folder}: the data are not those that the run began with")
+        raise UsageError(f"{run.folder}: the data have changed since the run started; start a new run")
     return Job(experiment, config, run, task)
 
 
 def build(experiment: Experiment[Any], config: Training) -> Task:
-    """The task of a config, with random numbers that follow from its seed."""
+    """Seed all generators and return the task of a config."""
     check_batch(config)
     snapshot.seed_all(config.seed)
     return experiment.build(config)
 
 
 def check_batch(config: Training) -> None:
-    """All processes, and all parts of a step, have as many rows."""
+    """Raise unless the batch divides evenly among processes and accumulation steps."""
     count = processes().num_processes
     if config.batch % (count * config.accumulate):
-        parts = f"{count} processes x {config.accumulate} parts"
-        raise UsageError(f"batch: expected a number that {parts} divide, found {config.batch}")
+        parts = f"{count} processes x {config.accumulate} accumulation steps"
+        raise UsageError(f"batch: expected a multiple of {parts}, got {config.batch}")
 
 
 def create(
     experiment: Experiment[Any], config: Training, root: Path, name: str | None, fill: Callable[[Run], None]
 ) -> Run:
-    """A folder with the config and what `fill` writes: made by the main process, known to all."""
+    """Create a run folder with the config and what `fill` writes. The main process writes; all return the run."""
     where = None
     if processes().is_main_process:
         run = Run.create(root, experiment.name, {"experiment": experiment.name, **asdict(config)}, name)
@@ -74,17 +74,17 @@ def create(
 
 
 def settled(config: Training) -> Any:
-    """With the whole path of its data: the run may be resumed from another folder."""
+    """Return the config with an absolute data path, so that the run can be resumed from another folder."""
     data = getattr(config, "data", None)
     return config if data is None else replace(config, data=str(Path(data).resolve()))  # type: ignore[call-arg]
 
 
 @contextmanager
 def trainer(job: Job, title: str) -> Iterator[Trainer]:
-    """What trains the run, from its last whole checkpoint on; the folder is locked meanwhile."""
+    """Yield a trainer that starts from the latest intact checkpoint, with the folder locked."""
     state, folder = processes(), job.run.folder
     if not folder.is_dir():
-        raise UsageError(f"--out: {folder} is not seen by every process; expected a disk that they share")
+        raise UsageError(f"--out: expected a folder that all processes share, got {folder}")
     with locked(folder) if state.is_main_process else nullcontext():
         made = Trainer(job.experiment, job.task, job.config, job.run, Display(title, silent=not state.is_main_process))
         found = checkpoint.newest(job.run.checkpoints)
@@ -94,7 +94,7 @@ def trainer(job: Job, title: str) -> Iterator[Trainer]:
 
 
 def finish(job: Job, result: dict[str, Any]) -> dict[str, Any]:
-    """Write what the run has come to: pictures, records and, last of all, the result."""
+    """Write plots, records and finally the result, which marks the run as finished."""
     run = job.run
     if processes().is_main_process:
         run.write(CURVES, curves(run, job.experiment))
@@ -104,12 +104,12 @@ def finish(job: Job, result: dict[str, Any]) -> dict[str, Any]:
             run.write(f"{what}.svg", picture)
         if skipped := run.about()["data"].get("skipped"):
             result["skipped"] = skipped
-        run.write_json(RESULT, result)  # With it the run is finished.
+        run.write_json(RESULT, result)  # Last: its presence marks the run as finished.
     return result
 
 
 def load_weights(model: nn.Module, run: Run, config: Training) -> None:
-    """The best, or the last, as the config says; the model is then ready to be used."""
+    """Load the best or the last weights, as configured, and switch the model to evaluation mode."""
     found = checkpoint.newest(run.checkpoints)
     if found is None:
         raise UsageError(f"RUN: {run.folder} has no checkpoint yet")

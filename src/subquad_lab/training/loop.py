@@ -1,10 +1,11 @@
-"""One plain loop for every experiment.
+"""The training loop of all experiments.
 
-    loss of a batch -> gradients -> clipped -> update, with rate lr * schedule
-    now and then an evaluation, and a checkpoint from which the run goes on as if nothing had happened
+    loss of a batch -> gradients -> clipping -> update, with learning rate lr * schedule
+    at intervals, an evaluation and a checkpoint; resuming from it is bit-for-bit identical to an uninterrupted run
 
-A batch belongs to a place in the data, (epoch, index), and to nothing else: so a run can go on anywhere. The rows of a
-batch are shared out to the processes, and within a process to the parts of an accumulated step; the step is the same.
+A batch depends only on its position in the data, (epoch, index), so a run can resume at any step. The rows of a batch
+are divided among the processes and, within a process, among the gradient accumulation steps; neither changes the
+update.
 """
 
 import math
@@ -33,7 +34,7 @@ SAVE_SECONDS = 60.0
 
 
 class Trainer:
-    """One run: the model, its optimiser, and how far they have come."""
+    """The state of one run: model, optimizer and progress."""
 
     def __init__(
         self, experiment: Experiment[Any], task: Task, settings: Training, run: Run, display: Display
@@ -48,13 +49,13 @@ class Trainer:
         self.progress = Progress()
         self.carry = self._mine(task.begin(settings.batch))
         self.saved = 0.0  # seconds of training at the last checkpoint
-        self.kept = 0  # the checkpoint that this process began with
-        snapshot.seed_all(settings.seed + 1_000_003 * self.rank)  # The model was made before, alike in all processes.
+        self.kept = 0  # the checkpoint that this process resumed from
+        snapshot.seed_all(settings.seed + 1_000_003 * self.rank)  # The model exists by now, equal in all processes.
 
     # --- The loop -------------------------------------------------------------------------------------------------
 
     def train(self) -> dict[str, Any]:
-        """Until the end, an early stop, or a signal; then the figures of the test part."""
+        """Train until the end, an early stop or a signal, and return the result with the test metrics."""
         with Interruption() as self.interruption, self.display, self.run:
             self.display.begin()
             if not checkpoint.numbers(self.run.checkpoints):
@@ -73,7 +74,7 @@ class Trainer:
             except Interrupted:
                 self.save()
                 raise
-            return self.result()  # All is saved by now, and the model may change its weights.
+            return self.result()  # Everything is saved by now, so loading other weights is safe.
 
     @property
     def is_done(self) -> bool:
@@ -82,7 +83,7 @@ class Trainer:
         return stopped or part_done(self.settings, self.progress, self.total) >= 1
 
     def step(self) -> None:
-        """One update."""
+        """Perform one optimizer step."""
         begin = time.perf_counter()
         progress, accumulate = self.progress, self.settings.accumulate
         rows = self._mine(dict(enumerate(self.task.batch(progress.epoch, progress.index))))
@@ -99,8 +100,9 @@ class Trainer:
         norm = self._clip()
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise Diverged(
-                f"step {progress.step + 1}: the loss is {loss}, the norm of the gradient {norm}; nothing was updated, "
-                f"and the last checkpoint in {self.run.checkpoints} is kept. In a new run, try a smaller lr."
+                f"step {progress.step + 1}: the loss is {loss} and the gradient norm is {norm}; the step was not "
+                "applied, "
+                f"and the last checkpoint in {self.run.checkpoints} is kept. Try a smaller --lr in a new run."
             )
         lr = rate(self.settings, progress, self.total)
         for group in self.optimizer.param_groups:
@@ -115,7 +117,7 @@ class Trainer:
                               progress.units / max(progress.seconds, 1e-9), self.experiment.unit)  # fmt: skip
 
     def _clip(self) -> float:
-        """The norm of all gradients, before they are clipped."""
+        """Clip the gradients and return their norm before clipping."""
         limit = math.inf if self.settings.clip is None else self.settings.clip
         return float(self.accelerator.clip_grad_norm_(self.model.parameters(), limit))
 
@@ -124,7 +126,7 @@ class Trainer:
         progress.step += 1
         progress.units += units
         spent = torch.tensor(progress.seconds + seconds, dtype=torch.float64, device=self.accelerator.device)
-        progress.seconds = float(self.accelerator.reduce(spent, "mean"))  # All processes must agree on the end.
+        progress.seconds = float(self.accelerator.reduce(spent, "mean"))  # All processes must stop at the same step.
         progress.index += 1
         if progress.index == self.task.batches:
             progress.epoch, progress.index = progress.epoch + 1, 0
@@ -136,7 +138,7 @@ class Trainer:
         return step > self.progress.evaluated and (step % every == 0 or self.is_done)
 
     def evaluate(self) -> None:
-        """On the validation part; the best value so far is remembered."""
+        """Evaluate on the validation set and update the best value."""
         figures = self._figures("valid")
         progress, value = self.progress, figures[self.experiment.measure]
         progress.evaluated = progress.step
@@ -159,7 +161,7 @@ class Trainer:
 
     @property
     def _epochs(self) -> float:
-        """Passes over the training part so far."""
+        """Number of passes over the training set so far."""
         return self.progress.step / self.task.batches
 
     def _figures(self, part: PartName) -> dict[str, float]:
@@ -170,7 +172,7 @@ class Trainer:
             self.task.model.train()
 
     def result(self) -> dict[str, Any]:
-        """The end: the chosen weights on the test part."""
+        """Return the metrics of the selected weights, with the number of steps, time and speed."""
         progress = self.progress
         chosen = progress.step
         if self.settings.weights == "best" and progress.best_step:
@@ -186,14 +188,14 @@ class Trainer:
     # --- Several processes ----------------------------------------------------------------------------------------
 
     def _mine(self, rows: dict[Any, Tensor]) -> dict[Any, Tensor]:
-        """This process's rows of a batch."""
+        """Return the rows of a batch that belong to this process."""
         size = self.settings.batch // self.world
         mine = slice(self.rank * size, (self.rank + 1) * size)
         return {name: tensor[mine].to(self.accelerator.device) for name, tensor in rows.items()}
 
     def _stop_if_asked(self) -> None:
         number = self.interruption.number or 0
-        if self.world > 1:  # A signal may have reached one process alone.
+        if self.world > 1:  # A signal may have reached only one process.
             number = int(self.accelerator.gather(torch.tensor([number], device=self.accelerator.device)).max())
         if number:
             raise Interrupted(number)
@@ -203,12 +205,12 @@ class Trainer:
     def _is_saving_due(self) -> bool:
         if self.settings.save_every is not None:
             return self.progress.step % self.settings.save_every == 0
-        return self.progress.seconds - self.saved > SAVE_SECONDS  # On these seconds all processes agree.
+        return self.progress.seconds - self.saved > SAVE_SECONDS  # These seconds are the same in all processes.
 
     def save(self) -> None:
-        """All processes take part; the main one writes."""
-        number = checkpoint.next_number(self.run.checkpoints)  # Before the others let the main process write.
-        before = self.progress.best_checkpoint  # Kept once more, for the checkpoint that still names it.
+        """Save a checkpoint: all processes contribute, the main process writes."""
+        number = checkpoint.next_number(self.run.checkpoints)  # Read before the main process can write.
+        before = self.progress.best_checkpoint  # Keep it one more time: the previous checkpoint refers to it.
         if self.progress.best_step == self.progress.step > 0:
             self.progress.best_checkpoint = number
         generator, others = snapshot.random_numbers()
@@ -232,7 +234,7 @@ class Trainer:
         self.saved = self.progress.seconds
 
     def restore(self, found: Checkpoint) -> None:
-        """Go on from a checkpoint, also from one of another number of processes."""
+        """Resume from a checkpoint; it may come from a different number of processes."""
         try:
             snapshot.load_model(self.task.model, found)
             snapshot.unpack_optimizer(self.optimizer, found.tensors, found.state["optimizer"])
@@ -240,19 +242,19 @@ class Trainer:
             carry = snapshot.unpack("carry", found.tensors)
             shapes = {name: tensor.shape for name, tensor in self.task.begin(self.settings.batch).items()}
             if {name: tensor.shape for name, tensor in carry.items()} != shapes:
-                raise ValueError(f"carries {carry}, where {shapes} was expected")
+                raise ValueError(f"carry: expected the shapes {shapes}, got {carry}")
             self.carry = self._mine(carry)
             generators = snapshot.unpack("random.torch", found.tensors)
             if str(self.rank) in generators:
                 snapshot.set_random_numbers(generators[str(self.rank)], found.state["random"][self.rank])
-            else:  # There were fewer processes.
+            else:  # The checkpoint comes from fewer processes.
                 snapshot.seed_all(self.settings.seed + 1_000_003 * self.rank + self.progress.step)
             if self.accelerator.is_main_process:
                 self.run.rewind(found.state["logs"])
         except (KeyError, TypeError, ValueError, RuntimeError, IndexError, AttributeError) as error:
             if isinstance(error, UsageError):
                 raise
-            raise Damaged(f"checkpoint {found.path}: not of this run: {type(error).__name__}: {error}") from error
+            raise Damaged(f"checkpoint {found.path}: does not fit this run: {type(error).__name__}: {error}") from error
         self.kept = int(found.path.name) if found.path else 0
 
     def _gathered(self, entry: dict[str, Any]) -> list[dict[str, Any]]:
@@ -263,6 +265,6 @@ class Trainer:
 
 
 def _cut(rows: dict[Any, Tensor], parts: int) -> list[dict[Any, Tensor]]:
-    """The rows in equal parts."""
+    """Split the rows into equal parts."""
     pieces = {name: tensor.chunk(parts) for name, tensor in rows.items()}
     return [{name: piece[i] for name, piece in pieces.items()} for i in range(parts)]

@@ -1,15 +1,14 @@
-"""The optimisers, small enough to be read. A step on the parameters x, with gradient g, rate r and share of the past a:
+"""Optimizers, short enough to read. One step on the parameters x, with gradient g, learning rate r and momentum a:
 
     sgd          v = a v + g;             x -= r v         momentum
-    average      v = a v + (1 - a) g;     x -= r v         the running average of the gradients, from v = 0
-    corrected    the same, with v / (1 - a^t) in the place of v: t steps cannot hold more than 1 - a^t of an average
-    adam         m and s, corrected averages of g and g^2;    x -= r m / (sqrt(s) + 1e-8)
+    average      v = a v + (1 - a) g;     x -= r v         exponential moving average of the gradients, from v = 0
+    corrected    v / (1 - a^t) instead of v: after t steps the weights in the average sum to 1 - a^t only
+    adam         m and s, bias-corrected averages of g and g^2;    x -= r m / (sqrt(s) + 1e-8)
 
-torch's `dampening=a` is `average` but for the first step, where it takes v = g: that one gradient then weighs 1/(1 - a)
-times as much as any other. Here all weigh the same, and `corrected` makes up for the start.
+torch's `dampening=a` equals `average` except in the first step, where v = g: that gradient weighs 1/(1 - a) times as
+much as any other. Here all gradients weigh the same, and `corrected` compensates for the start.
 
-A decay w comes in two ways: as an L2 penalty, g + w x in the place of g, or decoupled, x *= 1 - r w before the step
-(sgdw, adamw).
+Weight decay w is either an L2 penalty, g + w x instead of g, or decoupled, x *= 1 - r w before the step (sgdw, adamw).
 """
 
 from collections.abc import Callable, Iterable
@@ -28,7 +27,8 @@ Past = Literal["momentum", "average", "corrected"]
 def make_optimizer(
     name: Name, parameters: Iterable[nn.Parameter], lr: float, momentum: float = 0.0, decay: float = 0.0
 ) -> Optimizer:
-    """
+    """Return the optimizer with this name.
+
     >>> weights = nn.Parameter(torch.ones(2))
     >>> weights.grad = torch.tensor([1.0, -1.0])
     >>> make_optimizer("sgdw", [weights], lr=0.1, decay=1.0).step()
@@ -42,7 +42,7 @@ def make_optimizer(
 
 
 class SGD(Optimizer):
-    """Gradient descent with momentum or with a running average."""
+    """Stochastic gradient descent with momentum or with an exponential moving average."""
 
     def __init__(
         self, parameters: Iterable[nn.Parameter], lr: float, momentum: float = 0.0, past: Past = "momentum",
@@ -65,7 +65,7 @@ class SGD(Optimizer):
 
 
 class Adam(Optimizer):
-    """Each weight with a rate of its own: the average gradient by the root of the average square."""
+    """Adam: the average gradient divided by the root of the average squared gradient."""
 
     def __init__(
         self, parameters: Iterable[nn.Parameter], lr: float, betas: tuple[float, float] = (0.9, 0.999),
@@ -90,7 +90,7 @@ class Adam(Optimizer):
 
 
 def _evaluated(closure: Callable[[], Any] | None) -> Any:
-    """As torch has it: a closure computes the loss and its gradients once more before the step."""
+    """Call the closure, which recomputes the loss and its gradients, as torch's optimizers do."""
     if closure is None:
         return None
     with torch.enable_grad():
@@ -100,13 +100,13 @@ def _evaluated(closure: Callable[[], Any] | None) -> Any:
 def _refuse_sparse(optimizer: Optimizer) -> None:
     for x in (x for group in optimizer.param_groups for x in group["params"]):
         if x.grad is not None and x.grad.layout != torch.strided:
-            raise UsageError(f"{type(optimizer).__name__}: expected dense gradients, found one of layout "
+            raise UsageError(f"{type(optimizer).__name__}: expected dense gradients, got one of layout "
                              f"{x.grad.layout} for a parameter of shape {tuple(x.shape)}")  # fmt: skip
 
 
 def _each(optimizer: Optimizer) -> Iterable[tuple[dict[str, Any], Tensor, Tensor, dict[str, Any]]]:
-    """Each parameter that has a gradient, after its decay: its group, itself, its gradient, its state."""
-    _refuse_sparse(optimizer)  # before anything has changed
+    """Yield group, parameter, gradient and state of each parameter that has a gradient, after weight decay."""
+    _refuse_sparse(optimizer)  # before any parameter changes
     for group in optimizer.param_groups:
         for x in group["params"]:
             if x.grad is None:

@@ -1,4 +1,4 @@
-"""This process among those that torchrun has started, or alone."""
+"""Distributed training: this process among those started by torchrun."""
 
 from typing import Any
 
@@ -10,21 +10,19 @@ from subquad_lab import UsageError
 
 
 def processes() -> PartialState:
-    """Their number, and which of them this is."""
-    return PartialState(cpu=not torch.accelerator.is_available())  # Without a GPU it must be told to use gloo.
+    """Return the number of processes and the rank of this one."""
+    return PartialState(cpu=not torch.accelerator.is_available())  # Without a GPU, `cpu=True` selects gloo.
 
 
 def agreed(value: Any) -> Any:
-    """What the main process says, in all processes."""
-    processes()  # Before accelerate sets itself up without gloo.
-    said = [value]
-    broadcast_object_list(said)
-    return said[0]
+    """Return the main process's value in all processes."""
+    processes()  # Initialize with gloo before accelerate initializes without it.
+    values = [value]
+    broadcast_object_list(values)
+    return values[0]
 
 
 def refuse_several(command: str) -> None:
-    """What makes several runs has one process: each of its runs may have several, not all of it."""
+    """Raise if a command that trains several runs was started by torchrun."""
     if processes().num_processes > 1:
-        raise UsageError(
-            f"{command}: expected one process, found {processes().num_processes}; start it without torchrun"
-        )
+        raise UsageError(f"{command}: expected one process, got {processes().num_processes}; start it without torchrun")

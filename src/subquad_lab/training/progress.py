@@ -1,4 +1,4 @@
-"""How a long run is watched: a bar with loss, speed and time left on a terminal, plain lines in a log."""
+"""Progress of a run: a bar with loss, speed and remaining time on a terminal, plain lines in a log."""
 
 import time
 from types import TracebackType
@@ -8,20 +8,20 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 LINE_SECONDS = 30.0  # between lines of a log
-EVALUATION_SECONDS = 1.0  # between lines about evaluations, which can come faster than one reads
+EVALUATION_SECONDS = 1.0  # between lines about evaluations, which can be more frequent than is readable
 
 
 class Display:
-    """On the standard error, so that results can be piped; silent where it is told to be."""
+    """Progress display on standard error, so that results on standard output can be piped."""
 
     def __init__(self, title: str, silent: bool = False) -> None:
         self.title, self.silent = title, silent
         self.console = Console(stderr=True, quiet=silent)
         columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"),
-                   TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())  # fmt: skip
+                   TimeElapsedColumn(), TextColumn("remaining"), TimeRemainingColumn())  # fmt: skip
         self.bar = Progress(*columns, console=self.console, transient=True)
         self.is_bar = self.console.is_terminal and not silent
-        self.last, self.evaluation = -LINE_SECONDS, -EVALUATION_SECONDS  # The first of each is shown at once.
+        self.last, self.evaluation = -LINE_SECONDS, -EVALUATION_SECONDS  # so that the first of each is shown at once
 
     def __enter__(self) -> Self:
         if self.is_bar:

@@ -1,12 +1,12 @@
-"""What a run leaves behind, in a folder of its own.
+"""The folder of a run.
 
-config.yaml      the resolved config, as `subquad train EXPERIMENT --config` takes it
-run.json         experiment, versions, data set and its checksum, parameters by part
-metrics.jsonl    a line per step and per evaluation: figures that depend on the seed alone, never on the clock
+config.yaml      the resolved config, in the format of `subquad train EXPERIMENT --config`
+run.json         experiment, versions, data set with its checksum, number of parameters by module
+metrics.jsonl    a line per step and per evaluation; depends on the seed only, not on timing
 timing.jsonl     seconds and speed
 events/          both for TensorBoard
-result.json      the end: what the report reads
-curves.svg       the picture
+result.json      the final result, which the report reads
+curves.svg       learning curves
 checkpoints/     see `checkpoint`
 """
 
@@ -33,7 +33,7 @@ METRICS, TIMING, EVENTS = "metrics.jsonl", "timing.jsonl", "events"
 
 
 class Run:
-    """A run's folder. One process writes; `Run(folder)` of another may read."""
+    """The folder of a run. One process writes; others may read."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -41,7 +41,7 @@ class Run:
 
     @classmethod
     def create(cls, root: Path, experiment: str, config: dict[str, Any], name: str | None = None) -> "Run":
-        """A new folder in `root`: the given name, or the experiment's with the next number."""
+        """Create a folder in `root` with the given name, or with the experiment's name and the next number."""
         try:
             root.mkdir(parents=True, exist_ok=True)
             folder = root / name if name else None
@@ -51,23 +51,23 @@ class Run:
                 try:
                     folder = _next(root, experiment)
                     folder.mkdir()
-                except FileExistsError:  # Another process was quicker.
+                except FileExistsError:  # Another process created it first.
                     folder = None
         except OSError as error:
-            raise UsageError(f"--out: cannot make a folder in {root}: {error.strerror}") from error
+            raise UsageError(f"--out: cannot create a folder in {root}: {error.strerror}") from error
         run = cls(folder)
         run.write(CONFIG, yaml.safe_dump(config, sort_keys=False).encode())
         return run
 
     @classmethod
     def open(cls, folder: str | Path) -> "Run":
-        """A run that is there."""
+        """Open an existing run."""
         path = Path(folder)
         if not path.is_dir():
-            raise UsageError(f"RUN: there is no folder {path}; `subquad runs` lists what there is")
+            raise UsageError(f"RUN: no such folder: {path} (`subquad runs` lists all runs)")
         missing = [name for name in (CONFIG, ABOUT) if not (path / name).is_file()]
         if missing:
-            raise UsageError(f"RUN: {path} is not the folder of a run: it has no {missing[0]}")
+            raise UsageError(f"RUN: expected a run folder, got {path}, which has no {missing[0]}")
         return cls(path)
 
     @property
@@ -91,30 +91,31 @@ class Run:
         return read_json(self.folder / name)
 
     def about(self) -> dict[str, Any]:
-        """What the run is of; its parts are there, and of the right kind."""
+        """Return the validated content of run.json."""
         found = self.read_json(ABOUT)
         for name, kind in {"experiment": str, "data": dict, "parameters": dict, "versions": dict}.items():
             if not isinstance(found.get(name), kind):
-                raise UsageError(f"{self.folder / ABOUT}: expected {name!r}, an entry of kind {kind.__name__}")
+                got = type(found.get(name)).__name__
+                raise UsageError(f"{self.folder / ABOUT}: expected {kind.__name__} for {name!r}, got {got}")
         if not isinstance(found["parameters"].get("total"), int):
-            raise UsageError(f"{self.folder / ABOUT}: expected the total of the parameters, a whole number")
+            raise UsageError(f"{self.folder / ABOUT}: expected an integer for the total of the parameters")
         return found
 
     def result(self) -> dict[str, Any] | None:
-        """None while the run is not finished."""
+        """Return the result, or None if the run is not finished."""
         if not (self.folder / RESULT).is_file():
             return None
         found = self.read_json(RESULT)
         for part in ("valid", "test"):
             figures = found.get(part)
             if not isinstance(figures, dict) or not all(isinstance(v, int | float) for v in figures.values()):
-                raise UsageError(f"{self.folder / RESULT}: expected the figures of the {part} part")
+                raise UsageError(f"{self.folder / RESULT}: expected metrics under {part!r}")
         return found
 
-    # --- Figures over time ----------------------------------------------------------------------------------------
+    # --- Metrics over time ----------------------------------------------------------------------------------------
 
     def log(self, step: int, figures: dict[str, float], timing: dict[str, float] | None = None) -> None:
-        """A line for a step, and a point for TensorBoard."""
+        """Log the metrics of a step to the files and to TensorBoard."""
         for name, values in ((METRICS, figures), (TIMING, timing)):
             if values:
                 try:
@@ -139,7 +140,7 @@ class Run:
             raise RunError(f"cannot write {self.folder / EVENTS}: {error.strerror}") from error
 
     def size(self) -> dict[str, int]:
-        """The bytes of the logs, which a checkpoint notes; they are on the disk before it is."""
+        """Sync the logs to disk and return their sizes in bytes, to store in a checkpoint."""
         for name in (METRICS, TIMING):
             if (self.folder / name).exists():
                 with (self.folder / name).open("rb") as file:
@@ -147,34 +148,36 @@ class Run:
         return {name: _size(self.folder / name) for name in (METRICS, TIMING)}
 
     def rewind(self, sizes: dict[str, int]) -> None:
-        """Forget what was logged after a checkpoint: it will be logged again."""
+        """Truncate the logs to their sizes at a checkpoint; later steps will be logged again."""
         for name in (METRICS, TIMING):
             path = self.folder / name
             if _size(path) < sizes[name]:
-                raise UsageError(f"{path}: expected at least {sizes[name]} bytes, found {_size(path)}: it was cut")
+                raise UsageError(
+                    f"{path}: expected at least {sizes[name]} bytes, got {_size(path)}: the file was truncated"
+                )
             if path.exists():
                 with path.open("r+b") as file:
                     file.truncate(sizes[name])
 
     def metrics(self) -> Iterator[dict[str, float]]:
-        """The lines of the log; a last one that a crash has cut is left out."""
+        """Yield the lines of the log, except a last line that was truncated by a crash."""
         path = self.folder / METRICS
         lines = path.read_bytes().splitlines() if path.exists() else []
         for number, text in enumerate(lines, 1):
             try:
                 line = json.loads(text)
                 if not isinstance(line["step"], int) or not all(isinstance(v, int | float) for v in line.values()):
-                    raise TypeError("a figure is no number")
+                    raise TypeError("expected numbers only")
                 yield line
             except (ValueError, TypeError, KeyError, RecursionError) as error:
                 if number < len(lines):
-                    raise UsageError(f"{path}: line {number} is no record of figures: {error}") from error
+                    raise UsageError(f"{path}: line {number} is not a valid record: {error}") from error
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        """Close the events; their failure does not hide another one."""
+        """Close the TensorBoard writer; its failure does not hide another exception."""
         writer, self._writer = self._writer, None
         if writer is not None:
             with suppress(OSError) if error else self._writing_events():
@@ -192,14 +195,14 @@ def _size(path: Path) -> int:
 
 
 def all_runs(root: Path) -> list[Run]:
-    """The runs in a folder and in the folders within it, such as those of a sweep."""
+    """Return all runs in a folder and its subfolders."""
     if not root.is_dir():
         return []
     return [Run(path.parent) for path in sorted(root.glob(f"**/{ABOUT}")) if (path.parent / CONFIG).is_file()]
 
 
 def versions() -> dict[str, str]:
-    """Of all that can change a figure."""
+    """Return the versions and settings that can change a result."""
     return {
         "subquad": subquad.__version__, "torch": torch.__version__, "numpy": version("numpy"),
         "python": platform.python_version(), "machine": f"{platform.machine()} {platform.system()}",

@@ -1,6 +1,6 @@
-"""How far a run has come, and the learning rate that follows.
+"""Progress of a run, and the learning rate schedule.
 
-rate = lr * warm-up * schedule(part of the steps, or of the time, that is done)
+rate = lr * warm-up * schedule(fraction of the steps or of the time that is done)
 """
 
 import math
@@ -11,14 +11,14 @@ from subquad_lab.training.config import Training
 
 @dataclass
 class Progress:
-    """How far a run has come."""
+    """Progress of a run."""
 
     step: int = 0
     epoch: int = 0
     index: int = 0
-    seconds: float = 0.0  # of training, without evaluations
-    evaluated: int = 0  # the step of the last evaluation
-    best: float | None = None  # of the evaluations
+    seconds: float = 0.0  # of training, excluding evaluations
+    evaluated: int = 0  # step of the last evaluation
+    best: float | None = None  # best validation value
     best_step: int = 0
     best_checkpoint: int = 0
     since_best: int = 0  # evaluations
@@ -26,7 +26,7 @@ class Progress:
 
 
 def rate(settings: Training, progress: Progress, total: int) -> float:
-    """The learning rate of the next step."""
+    """Return the learning rate of the next step."""
     warm = min(1.0, (progress.step + 1) / settings.warmup) if settings.warmup else 1.0
     done = min(1.0, part_done(settings, progress, total))
     if settings.schedule == "epochs":
@@ -38,6 +38,6 @@ def rate(settings: Training, progress: Progress, total: int) -> float:
 
 
 def part_done(settings: Training, progress: Progress, total: int) -> float:
-    """Of the steps, or of the time where that is given and nearer to its end."""
+    """Return the fraction of the steps that is done, or of the time if that is limited and more advanced."""
     spent = 0.0 if settings.minutes is None else progress.seconds / (60 * settings.minutes)
     return max(progress.step / total, spent)

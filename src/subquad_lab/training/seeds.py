@@ -1,7 +1,7 @@
-"""Runs that differ in their seed alone: what one run cannot say of its figures, several can.
+"""Series: runs that differ only in their seed, to estimate how much a result varies.
 
 folder/           one seed: the run itself
-folder/seed-7/    several: a run for each; beside them are the config of all, and what they come to together
+folder/seed-7/    several seeds: one run each, next to the common config and a summary
 """
 
 import json
@@ -27,33 +27,33 @@ SUMMARY = "summary.json"
 
 @dataclass(frozen=True)
 class Series:
-    """Finished runs, and their results."""
+    """Finished runs and their results."""
 
     folder: Path
     runs: list[Run]
     results: list[dict[str, Any]]
 
     def values(self, part: str, figure: str) -> list[float]:
-        """One for each seed."""
+        """Return the value of a metric for each seed."""
         return [result[part][figure] for result in self.results]
 
     def mean(self, part: str, figure: str) -> float:
         return fmean(self.values(part, figure))
 
     def shown(self, part: str, figure: str) -> str:
-        """With its interval, where there are seeds enough for one."""
+        """Format a metric, with its confidence interval if there are several seeds."""
         values = self.values(part, figure)
         return intervals.shown(values, figure) if len(values) > 1 else f"{values[0]:.4g}"
 
 
 def train(experiment: Experiment[Any], config: Training, place: Path, numbered: bool = False) -> Series:
-    """Train a run for each seed, or go on with those that are there.
+    """Train a run for each seed, or resume existing ones.
 
     Args:
-        experiment: What is trained.
-        config: How; if the folder is there, the same as before.
-        place: The folder of the run, or of the series.
-        numbered: Whether `place` is the folder of many, and the new one gets the next number in it.
+        experiment: Experiment to train.
+        config: Config of the runs; must equal that of an existing folder.
+        place: Folder of the run or of the series.
+        numbered: Whether to create a numbered folder inside `place` instead.
     """
     config = lifecycle.settled(config)
     whole, first = _folder(experiment, config, place, numbered)
@@ -61,7 +61,7 @@ def train(experiment: Experiment[Any], config: Training, place: Path, numbered: 
     results: list[dict[str, Any]] = []
     for folder, own in members(whole.folder, config).items():
         try:
-            is_begun = agreed((folder / ABOUT).is_file())  # Else one process could see what another has just made.
+            is_begun = agreed((folder / ABOUT).is_file())  # One process could otherwise see what another just wrote.
             result = Run.open(folder).result() if is_begun else None
             if result is None:
                 job = first or _job(experiment, own, folder, is_begun)
@@ -82,7 +82,7 @@ def train(experiment: Experiment[Any], config: Training, place: Path, numbered: 
 
 
 def _folder(experiment: Experiment[Any], config: Training, place: Path, numbered: bool) -> tuple[Run, Job | None]:
-    """The folder of all; and the job, where it is a new run. Wrong data are told before there is a folder."""
+    """Return the folder, and the job if it is a new single run. Bad data raise before a folder is created."""
     if not numbered and (place / CONFIG).is_file():
         _check_same(experiment, config, Run(place))
         return Run(place), None
@@ -99,12 +99,12 @@ def _check_same(experiment: Experiment[Any], config: Training, found: Run) -> No
     values = read(path)
     of = values.pop("experiment", None)
     if of != experiment.name:
-        raise UsageError(f"--out: {found.folder} holds a run of {of}; expected the same, or a new folder")
+        raise UsageError(f"--out: {found.folder} holds a run of {of}; use the same experiment or a new folder")
     other = lifecycle.settled(config_from(experiment, values, path))
     differing = [field for field, value in vars(config).items() if vars(other)[field] != value]
     if differing:
         what = f"with another {', '.join(differing)}"
-        raise UsageError(f"--out: {found.folder} holds a run {what}; expected the same, or a new folder")
+        raise UsageError(f"--out: {found.folder} holds a run {what}; use the same values or a new folder")
 
 
 def _job(experiment: Experiment[Any], config: Training, folder: Path, is_begun: bool) -> Job:
@@ -114,15 +114,15 @@ def _job(experiment: Experiment[Any], config: Training, folder: Path, is_begun: 
 
 
 def check_same_data(made: list[Run]) -> None:
-    """Figures of different data have no mean, and no difference."""
+    """Raise if the runs have different data: their results cannot be averaged or compared."""
     first, *others = made
     for run in others:
         if run.about()["data"].get("sha256") != first.about()["data"].get("sha256"):
-            raise UsageError(f"{run.folder}: its data are not those of {first.folder}; expected a new folder")
+            raise UsageError(f"{run.folder}: the data differ from those of {first.folder}; use a new folder")
 
 
 def members(folder: Path, config: Training) -> dict[Path, Training]:
-    """The folder and the config of each run."""
+    """Return the config of each run by folder."""
     if config.seeds == 1:
         return {folder: config}
     seeds = range(config.seed, config.seed + config.seeds)
@@ -130,13 +130,13 @@ def members(folder: Path, config: Training) -> dict[Path, Training]:
 
 
 def finished(folder: Path, config: Training) -> Series:
-    """What is there; all of its runs have a result."""
+    """Open a series whose runs are all finished."""
     made = [Run.open(place) for place in members(folder, config)]
     return Series(folder, made, [run.read_json(RESULT) for run in made])
 
 
 def summary(series: Series) -> dict[str, Any]:
-    """Of each figure the values, their mean, and half of the 95 % interval."""
+    """Return the values of each metric, their mean, and half the width of the 95 % confidence interval."""
     parts: dict[str, Any] = {"runs": [run.name for run in series.runs]}
     for part in ("valid", "test"):
         parts[part] = {}

@@ -1,12 +1,11 @@
-"""What a checkpoint of a training run holds: parameters, optimiser, random numbers, and the place in the data.
+"""The content of a training checkpoint: parameters, optimizer, random generators, and the position in the data.
 
-    model.NAME           parameters and buffers, random features among them
-    optimizer.I.NAME     of parameter I; settings of the groups are in the state
-    random.torch.R       the generator of process R; those of numpy and Python are in the state
-    carry.NAME           what the model remembers of the text before, all rows
+    model.NAME           parameters and buffers, including random features
+    optimizer.I.NAME     state of parameter I; settings of the groups are in the JSON state
+    random.torch.R       torch's generator in process R; those of numpy and Python are in the JSON state
+    carry.NAME           recurrent state of all rows
 
-Tensors keep their bits, and so do the floats of JSON: a run that goes on from here does not differ in a bit from one
-that was never stopped.
+Tensors and the floats in JSON are stored exactly, so a resumed run is bit-for-bit identical to an uninterrupted one.
 """
 
 import random
@@ -31,7 +30,7 @@ def unpack(prefix: str, tensors: Named) -> Named:
 
 
 def pack_optimizer(optimizer: torch.optim.Optimizer) -> tuple[Named, dict[str, Any]]:
-    """Its tensors, and its numbers."""
+    """Return the tensors of an optimizer, and the rest of its state."""
     content = optimizer.state_dict()
     tensors, numbers = {}, {}
     for index, entries in content["state"].items():
@@ -52,13 +51,13 @@ def unpack_optimizer(optimizer: torch.optim.Optimizer, tensors: Named, numbers: 
     for index, entries in state.items():
         for name, entry in entries.items():
             if isinstance(entry, Tensor) and entry.dim() and entry.shape != parameters[index].shape:
-                shapes = f"{tuple(entry.shape)}, where {tuple(parameters[index].shape)} was expected"
-                raise ValueError(f"optimizer.{index}.{name} has the shape {shapes}")
+                shapes = f"expected the shape {tuple(parameters[index].shape)}, got {tuple(entry.shape)}"
+                raise ValueError(f"optimizer.{index}.{name}: {shapes}")
     optimizer.load_state_dict({"state": state, "param_groups": numbers["groups"]})
 
 
 def random_numbers() -> tuple[Tensor, dict[str, Any]]:
-    """Of this process: torch's generator, and those of Python and numpy."""
+    """Return the states of this process's generators: torch's, and those of Python and numpy."""
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)  # noqa: NPY002
     numpy_state = [name, np.asarray(keys).tolist(), position, has_gauss, cached]
     version, numbers, gauss = random.getstate()
@@ -74,18 +73,18 @@ def set_random_numbers(generator: Tensor, others: dict[str, Any]) -> None:
 
 
 def seed_all(seed: int) -> None:
-    """torch, numpy and Python."""
+    """Seed torch, numpy and Python."""
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)  # noqa: NPY002
 
 
 def load_model(model: nn.Module, checkpoint: Checkpoint) -> None:
-    """Its parameters and buffers; names and shapes must be those of the model."""
+    """Load parameters and buffers from a checkpoint; names and shapes must match."""
     try:
         model.load_state_dict(unpack("model", checkpoint.tensors))
     except RuntimeError as error:
         lines = str(error).splitlines()
         raise Damaged(
-            f"checkpoint {checkpoint.path}: not of this model: {' '.join(' '.join(lines[1:3]).split())}"
+            f"checkpoint {checkpoint.path}: does not fit this model: {' '.join(' '.join(lines[1:3]).split())}"
         ) from error

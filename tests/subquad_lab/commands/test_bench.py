@@ -19,7 +19,7 @@ ORDER = [(length, name) for length in (32, 64) for name in ("torch", "taylor:2",
 @pytest.fixture
 def quick(monkeypatch, one_thread):
     """A round or two, and a small matrix product."""
-    for name, value in {"ROUNDS": 2, "SHORTEST": 0, "PRODUCT": 64}.items():
+    for name, value in {"ROUNDS": 2, "MIN_SECONDS": 0, "PRODUCT_SIZE": 64}.items():
         monkeypatch.setattr(bench, name, value)
 
 
@@ -67,15 +67,15 @@ def test_results_are_written(quick, tmp_path, capfd):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--lengths", "0"], "--lengths: expected whole numbers above 0, found '0'"),
-        (["--lengths", "64,"], "--lengths: expected whole numbers above 0, found ''"),
-        (["--heads", "-1"], "--heads: expected whole numbers above 0, found '-1'"),
-        (["--head-dim", "0"], "--head-dim: expected whole numbers above 0, found '0'"),
-        (["--head-dim", "wide"], "--head-dim: expected a whole number, found 'wide'"),
+        (["--lengths", "0"], "--lengths: expected positive integers, got '0'"),
+        (["--lengths", "64,"], "--lengths: expected positive integers, got ''"),
+        (["--heads", "-1"], "--heads: expected positive integers, got '-1'"),
+        (["--head-dim", "0"], "--head-dim: expected positive integers, got '0'"),
+        (["--head-dim", "wide"], "--head-dim: expected an integer, got 'wide'"),
         (["--methods", "softmax"], "--methods: expected one of 'exact', 'taylor', "),
-        (["--methods", "taylor:two"], "--methods: expected a whole number for degree in 'taylor:two', got 'two'"),
-        (["--backward", "partly"], "--backward: expected true or false, found 'partly'"),
-        (["--lengths", "1" + 20 * "0"], "--lengths: exact at length 100,000,000,000,000,000,000 can take"),
+        (["--methods", "taylor:two"], "--methods: expected an integer for degree in 'taylor:two', got 'two'"),
+        (["--backward", "partly"], "--backward: expected true or false, got 'partly'"),
+        (["--lengths", "1" + 20 * "0"], "--lengths: exact at length 100,000,000,000,000,000,000 can need"),
     ],
 )
 def test_nonsense_is_told_before_anything_is_measured(options, message, complaint, monkeypatch):

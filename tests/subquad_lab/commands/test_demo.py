@@ -67,7 +67,7 @@ def test_the_demo_ends_in_a_page_and_is_not_done_twice(small, capfd):
     assert "2 of 2 claims hold" in lines[1]
     page = (small / "report.html").read_text()
     assert all(f"<h2>{name}</h2>" in page for name in (*demo.EXPERIMENTS, "theory"))
-    assert "tells whether the inputs at even places" in page
+    assert "if the inputs at even positions" in page
     before = {path: path.stat().st_mtime_ns for path in small.rglob("*.json")}
     begin = time.monotonic()
     assert main(["demo", "--out", str(small)]) == 0
@@ -90,7 +90,7 @@ def test_a_claim_that_fails_is_written_down_and_said(small, capfd):
     )
     make_plan(small)
     assert main(["demo", "--out", str(small)]) == 1
-    assert "verify: subquad: error: 1 of 2 claims fail: 14 (all of it in " in capfd.readouterr().err
+    assert "verify: subquad: error: 1 of 2 claims fail: 14 (full log: " in capfd.readouterr().err
     assert [row["holds"] for row in json.loads((small / "verify.json").read_text())] == [False, True]
     assert not (small / "report.html").exists()
     assert demo.verified(small) == "1 of 2 claims hold"
@@ -127,7 +127,7 @@ def test_a_stage_that_fails_is_said(small, capfd):
 
 def test_a_folder_that_cannot_be_is_said(capfd):
     assert main(["demo", "--out", "/dev/null/demo"]) == 2
-    assert "--out: cannot make /dev/null/demo" in capfd.readouterr().err
+    assert "--out: cannot create /dev/null/demo" in capfd.readouterr().err
 
 
 ENDLESS_STAGE = """
@@ -163,7 +163,7 @@ def test_a_stop_leaves_no_stage_behind(number, tmp_path):
     error = process.communicate(timeout=60)[1]
     if number == signal.SIGINT:
         assert process.returncode == 130
-        assert "the same command once more" in error
+        assert "Resume by running the same command again" in error
         assert "Traceback" not in error
     deadline = time.monotonic() + 30
     while Path(f"/proc/{stage[0]}").exists() and time.monotonic() < deadline:

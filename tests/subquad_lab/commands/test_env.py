@@ -54,7 +54,7 @@ def test_json_has_the_same(capfd) -> None:
 
 def test_a_missing_calibration_is_not_made(capfd, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("SUBQUAD_CACHE", str(tmp_path / "cache"))
-    assert printed(capfd)["calibration"].startswith("none (the first plan measures")
+    assert printed(capfd)["calibration"].startswith("none (the first plan calibrates")
     assert not (tmp_path / "cache").exists()
 
 
@@ -70,7 +70,7 @@ def test_a_rough_calibration_tells_its_age_and_reason(capfd, fresh) -> None:
 def test_a_damaged_calibration_is_called_invalid(capfd, fresh) -> None:
     file_here().parent.mkdir()
     file_here().write_text("{")
-    assert printed(capfd)["calibration"] == "not valid, less than a minute old: the next plan measures again"
+    assert printed(capfd)["calibration"] == "invalid, less than a minute old: the next plan calibrates again"
 
 
 def test_it_works_without_kernels_packages_and_home(capfd, monkeypatch) -> None:

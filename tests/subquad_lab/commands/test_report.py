@@ -47,7 +47,7 @@ def test_the_report_shows_every_run_and_tells_published_figures_apart(trained, o
     published = [row for row in rows if row.get("class") == "published"]
     assert len(published) == len(EXPERIMENT.published)
     assert "published: sigmoid RNN" in page.text
-    assert "figures of different data cannot be compared" in page.text
+    assert "Results on different data cannot be compared" in page.text
     ids = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
     assert len(ids) == len(set(ids))
 
@@ -112,14 +112,14 @@ def test_runs_of_one_name_in_two_folders_are_told_apart(trained, tmp_path):
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
-        ("run.json", "{}", "expected 'experiment'"),
+        ("run.json", "{}", "for 'experiment', got"),
         ("run.json", '{"experiment": "chess", "data": {}, "parameters": {"total": 1}, "versions": {}}', "'chess'"),
-        ("run.json", '{"experiment": "language", "data": [], "parameters": {}, "versions": {}}', "expected 'data'"),
+        ("run.json", '{"experiment": "language", "data": [], "parameters": {}, "versions": {}}', "for 'data', got"),
         ("run.json", '{"experiment": "language", "data": {}, "parameters": {}, "versions": {}}', "the total"),
-        ("result.json", '{"test": [1], "valid": {}}', "expected the figures of the test part"),
-        ("metrics.jsonl", "[1]\n{}\n", "line 1 is no record of figures"),
-        ("metrics.jsonl", '{"step": 1, "loss": "<b>"}\n{}\n', "line 1 is no record of figures"),
-        ("metrics.jsonl", "\udcff\n{}\n", "line 1 is no record of figures"),
+        ("result.json", '{"test": [1], "valid": {}}', "expected metrics under 'test'"),
+        ("metrics.jsonl", "[1]\n{}\n", "line 1 is not a valid record"),
+        ("metrics.jsonl", '{"step": 1, "loss": "<b>"}\n{}\n', "line 1 is not a valid record"),
+        ("metrics.jsonl", "\udcff\n{}\n", "line 1 is not a valid record"),
     ],
 )
 def test_records_of_the_wrong_kind_are_told(file, content, message, trained, complaint, tmp_path):
@@ -164,5 +164,5 @@ def test_a_report_of_an_unfinished_run_says_so(trained, tmp_path):
 def test_damaged_records_are_told(trained, complaint, tmp_path):
     (trained / "run.json").write_text("[")
     line = complaint(["report", str(trained), "--out", str(tmp_path / "r.html")])
-    assert f"{trained / 'run.json'}: cannot be read as JSON" in line
+    assert f"{trained / 'run.json'}: not a valid JSON file" in line
     assert not (tmp_path / "r.html").exists()

@@ -38,7 +38,7 @@ def test_compare_runs_all_variants_at_equal_size_and_goes_on_where_it_was(text, 
     assert main(arguments) == 0
     assert capfd.readouterr().out.splitlines()[-9:] == shown.splitlines()[-9:]
     assert main([*arguments, "--lr=0.5"]) == 2
-    assert "holds a run with another lr; expected the same, or a new folder" in capfd.readouterr().err
+    assert "holds a run with another lr; use the same values or a new folder" in capfd.readouterr().err
 
 
 def sweep_arguments(options: list[str], out: Path) -> list[str]:
@@ -92,13 +92,13 @@ def test_a_sweep_does_not_go_on_with_another_config(options, tmp_path, capfd):
     assert main(arguments) == 0
     for other in ([*arguments, "--dropout=0.5"], [*arguments[:-1], "--grid.lr=0.01,0.1"]):
         assert main(other) == 2
-        assert "holds a sweep with another config, grid or span; expected a new folder" in capfd.readouterr().err
+        assert "holds a sweep with another config, grid or span; use a new folder" in capfd.readouterr().err
 
 
 def test_values_of_a_grid_must_fit_each_other(options, tmp_path, capfd):
     arguments = [*sweep_arguments(options, tmp_path / "sweep"), "--model=transformer", "--grid.width=8,9", "--heads=2"]
     assert main(arguments) == 2
-    assert "heads: expected a number that divides the width of 9, found 2" in capfd.readouterr().err
+    assert "heads: expected a divisor of the width 9, got 2" in capfd.readouterr().err
     assert not (tmp_path / "sweep").exists()
 
 
@@ -134,7 +134,7 @@ def test_a_trial_that_diverges_fails_and_a_full_disk_ends_the_sweep(options, tmp
     shown = capfd.readouterr().out
     assert "trial-000: the loss is nan" in shown
     assert "trial-001  validation perplexity" in shown
-    assert "1 trials failed, 0 are run by another process" in shown
+    assert "1 trials failed, 0 are running in other processes" in shown
 
 
 def test_a_trial_killed_before_it_had_all_its_values_gets_them(options, tmp_path, monkeypatch):
@@ -163,7 +163,7 @@ def test_several_processes_are_refused_where_each_run_may_have_them(command, opt
     monkeypatch.setattr(processes, "processes", lambda: SimpleNamespace(num_processes=2, is_main_process=True))
     searched = ["--grid.lr=0.1"] if command == "sweep" else []
     line = complaint([command, "language", *options, *searched])
-    assert f"{command}: expected one process, found 2; start it without torchrun" in line
+    assert f"{command}: expected one process, got 2; start it without torchrun" in line
 
 
 def test_two_processes_share_a_sweep(options, tmp_path):

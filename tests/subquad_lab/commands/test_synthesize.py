@@ -19,7 +19,7 @@ def write_transcripts(folder, count: int = 8):
     return table
 
 
-def test_a_folder_is_synthesised_and_trains(tmp_path, capfd, monkeypatch):
+def test_a_folder_is_synthesized_and_trains(tmp_path, capfd, monkeypatch):
     monkeypatch.setenv("SUBQUAD_CACHE", str(tmp_path / "cache"))
     table, out = write_transcripts(tmp_path), tmp_path / "spoken"
     assert main(["synthesize", str(table), str(out), "--voices", "en-us,en-gb-x-rp"]) == 0
@@ -66,11 +66,11 @@ def test_a_folder_may_grow_but_not_change(tmp_path, capfd):
     assert "was made with other voices" in capfd.readouterr().err
     assert main(["synthesize", str(table), out, "--clips", "2"]) == 2
     said = capfd.readouterr().err
-    assert "holds 3 clips, of which 1 are not wanted now (such as T-2); expected at least as many --clips" in said
+    assert "holds 3 clips, 1 of which are not requested now (such as T-2); use at least as many --clips" in said
     table.write_text(table.read_text().replace("number 1", "number one"))
     assert main(["synthesize", str(table), out]) == 2
     said = capfd.readouterr().err
-    assert "was made from other texts: T-1 says 'number 1', where 'number one' is wanted" in said
+    assert "was made from other texts: expected 'number one' for T-1, got 'number 1'" in said
     (tmp_path / "other" / "wavs").mkdir(parents=True)
     (tmp_path / "other" / "wavs" / "mine.wav").write_text("mine")
     assert main(["synthesize", str(table), str(tmp_path / "other")]) == 2
@@ -90,7 +90,7 @@ def test_a_signal_ends_synthesis_with_what_is_made_and_says_how_to_go_on(tmp_pat
         errors = process.stderr.read()
     assert process.returncode == 128 + number
     name = signal.Signals(number).name
-    assert f"stopped by {name}; what is done is saved, and goes on with: the same command once more" in errors
+    assert f"interrupted by {name}. Progress saved. Resume by running the same command again" in errors
     listed = [line.partition("|")[0] for line in (out / "metadata.csv").read_text().splitlines()]
     assert 3 <= len(listed) < 5000
     assert sorted(path.stem for path in (out / "wavs").iterdir()) == sorted(listed)
@@ -110,19 +110,23 @@ def test_what_a_killed_process_has_begun_is_removed(tmp_path):
 @pytest.mark.parametrize(
     ("content", "options", "message"),
     [
-        ("", [], "has no line that can be spoken: expected id|text|normalised text"),
-        ("no bars\n", [], "has no line that can be spoken: texts.csv, line 1: is not id|text|normalised text"),
-        ("../evil|b\n", [], "line 1: has the id '../evil'; expected 1 to 200 letters, digits, underscores, dots or"),
-        ("a 9|b\n", [], "line 1: has the id 'a 9'; expected 1 to 200 letters"),
-        (f"{'x' * 300}|b\n", [], f"has the id '{'x' * 40}... (300 characters)'; expected 1 to 200"),
+        ("", [], "has no usable line: expected id|text|normalized text"),
+        ("no bars\n", [], "has no usable line: texts.csv, line 1: expected id|text|normalized text"),
+        (
+            "../evil|b\n",
+            [],
+            "line 1: expected an id of 1 to 200 letters, digits, underscores, dots or dashes, got '../evil'",
+        ),
+        ("a 9|b\n", [], "dots or dashes, got 'a 9'"),
+        (f"{'x' * 300}|b\n", [], f"got '{'x' * 40}... (300 characters)'"),
         ("a|b\n", ["--voices", "en-gb"], "no voice 'en-gb'; expected one of en, en-029, en-gb-scotland, en-gb-x-"),
         ("a|b\n", ["--voices", "xx"], ", and 129 more, or a variant such as en-us+f4"),
-        ("a|b\n", ["--clips", "0"], "--clips: expected a whole number >= 1, found 0"),
+        ("a|b\n", ["--clips", "0"], "--clips: expected a positive integer, got 0"),
         ("a|b\n", ["--voices", "en-us,nobody"], "--voices: espeak-ng has no voice 'nobody'"),
         ("a|b\n", ["--voices", "en-us,"], "--voices: espeak-ng has no voice ''"),
     ],
 )
-def test_what_cannot_be_synthesised_is_said(tmp_path, capfd, content, options, message):
+def test_what_cannot_be_synthesized_is_said(tmp_path, capfd, content, options, message):
     table = tmp_path / "texts.csv"
     table.write_text(content)
     assert main(["synthesize", str(table), str(tmp_path / "out"), *options]) == 2
@@ -137,15 +141,15 @@ def test_lines_that_cannot_be_spoken_are_named_and_counted(tmp_path, capfd):
     table.write_text("a|One.|one\n\nno bars\na|two|two\nb|...|...\nc||\nd|two|two\n")
     assert main(["synthesize", str(table), str(tmp_path / "out"), "--voices", "en-us, en-gb-x-rp"]) == 0
     said = capfd.readouterr()
-    assert "2 clips, 4 left out" in said.out
-    assert "texts.csv, line 3: is not id|text|normalised text" in said.err
-    assert "texts.csv, line 4: has the id a, which was there before" in said.err
-    assert "b: there is nothing to say in '...'" in said.err
-    assert "c: has no text" in said.err
+    assert "2 clips, 4 skipped" in said.out
+    assert "texts.csv, line 3: expected id|text|normalized text" in said.err
+    assert "texts.csv, line 4: duplicate id a" in said.err
+    assert "b: nothing to pronounce in '...'" in said.err
+    assert "c: the text is empty" in said.err
     assert {path.name for path in (tmp_path / "out" / "wavs").iterdir()} == {"a.wav", "d.wav"}
     assert (tmp_path / "out" / "metadata.csv").read_text() == "a|One.|one\nd|two|two\n"
     assert main(["synthesize", str(table), str(tmp_path / "out"), "--voices", "en-us, en-gb-x-rp"]) == 0  # once more
-    assert "2 clips, 4 left out" in capfd.readouterr().out
+    assert "2 clips, 4 skipped" in capfd.readouterr().out
 
 
 def test_a_text_that_cannot_be_spoken_is_named_and_the_others_are(tmp_path, capfd, monkeypatch):
@@ -155,12 +159,12 @@ def test_a_text_that_cannot_be_spoken_is_named_and_the_others_are(tmp_path, capf
 
     def fails(self, text, **how):
         if text == "number 3":
-            raise ValueError("espeak-ng cannot say this")
+            raise ValueError("espeak-ng cannot synthesize this")
         return say(self, text, **how)
 
     monkeypatch.setattr(Speaker, "say", fails)
     assert main(["synthesize", str(write_transcripts(tmp_path)), str(tmp_path / "out")]) == 0
     assert len(list((tmp_path / "out" / "wavs").iterdir())) == 7
     said = capfd.readouterr()
-    assert "T-3: espeak-ng cannot say this" in said.err
+    assert "T-3: espeak-ng cannot synthesize this" in said.err
     assert "7 clips" in said.out

@@ -60,7 +60,7 @@ def test_a_text_that_the_limit_cuts_is_said(speech_run, tmp_path, capfd, monkeyp
     for length, is_said in ((20, True), (19, False)):
         monkeypatch.setattr("subquad_lab.commands.transcribe.spelled", lambda *_, n=length: [characters("s" * n)])
         assert main(["transcribe", str(speech_run), str(tmp_path / "clip.wav")]) == 0
-        assert ("clip.wav: has no end after 20 characters, where the run's --characters cut it" in
+        assert ("clip.wav: cut after 20 characters, the limit of this run" in
                 capfd.readouterr().err) == is_said  # fmt: skip
 
 
@@ -76,7 +76,7 @@ def test_an_early_run_asks_its_data_what_clips_usually_have(speech_run, tmp_path
     for wrong in (7, {"loudness": 1.0}, usual | {"before": "2"}, usual | {"after": 10**12}):
         (speech_run / "run.json").write_text(json.dumps(about | {"data": about["data"] | {"usual": wrong}}))
         assert main(command) == 2
-        assert "run.json: expected numbers loudness, before, after, between" in capfd.readouterr().err
+        assert "run.json: expected the numbers loudness, before, after, between" in capfd.readouterr().err
 
 
 def test_transcribing_needs_no_training_data(speech_run, digits, tmp_path, capfd):
@@ -96,17 +96,17 @@ def test_files_that_cannot_be_heard_are_named_and_the_others_are_heard(speech_ru
     assert main(["transcribe", str(speech_run), *files]) == 2
     said = capfd.readouterr()
     assert said.out.startswith(f"{files[3]}: ")
-    for file, why in zip(files, ("is silent", "is empty", "there is no"), strict=False):
+    for file, why in zip(files, ("the recording is silent", "the file is empty", "no such file"), strict=False):
         assert f"{file}: {why}" in said.err
     assert f"{files[4]}: " in said.out  # However loud, it is heard.
-    assert "FILES: 3 of 5 could not be heard" in said.err
+    assert "FILES: 3 of 5 could not be transcribed" in said.err
     for beams in ("0", "101"):
         assert main(["transcribe", str(speech_run), files[3], "--beams", beams]) == 2
-        assert f"--beams: expected a whole number from 1 to 100, found {beams}" in capfd.readouterr().err
+        assert f"--beams: expected an integer from 1 to 100, got {beams}" in capfd.readouterr().err
 
 
 def test_only_a_speech_model_hears(tmp_path, text, capfd):
     assert main(["train", "language", "--data", str(text), "--steps", "1", "--batch", "2", "--context", "4",
                  "--width", "8", "--embedding", "8", "--out", str(tmp_path / "runs")]) == 0  # fmt: skip
     assert main(["transcribe", str(tmp_path / "runs" / "language-001"), "a.wav"]) == 2
-    assert "is not a run of a speech model" in capfd.readouterr().err
+    assert "RUN: expected a run of a speech model, got " in capfd.readouterr().err

@@ -24,7 +24,7 @@ def test_espeak_says_the_same_for_the_same_text_whatever_it_said_before():
 
 def test_a_voice_that_is_unknown_is_named_and_the_next_text_is_spoken():
     with Speaker() as speaker:
-        with pytest.raises(ValueError, match="'one' as 'nobody'"):
+        with pytest.raises(ValueError, match="'one' with the voice 'nobody'"):
             speaker.say("one", voice="nobody")
         assert speaker.say("one")
 
@@ -33,7 +33,7 @@ def test_without_the_extra_the_message_says_what_to_install(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(espeak, "find_spec", lambda name: None)
         with pytest.raises(
-            UsageError, match=r"^espeak-ng, which speaks, is missing; .*pip install 'subquad\[speech\]'"
+            UsageError, match=r"^espeak-ng \(speech synthesis\) is not installed; .*pip install 'subquad\[speech\]'"
         ):
             load_speech(None, clips=24)
     assert len(load_speech(None, clips=24).train) == 20  # Once it is there, nothing is left of the failure.
@@ -80,7 +80,7 @@ def test_an_answer_that_ends_too_soon_is_said(monkeypatch):
     command = [sys.executable, "-c", code]
     with Speaker() as speaker:
         speaker.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        with pytest.raises(RunError, match="has ended while it spoke"):
+        with pytest.raises(RunError, match="exited while producing audio"):
             speaker.say("one")
 
 

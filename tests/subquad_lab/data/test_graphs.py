@@ -146,7 +146,7 @@ def test_one_of_several_graphs_is_named_by_its_file(tmp_path, cache):
     folder = write(tmp_path / "p")
     for path in list(folder.iterdir()):
         path.with_name(path.name.replace("small", "other")).write_bytes(path.read_bytes())
-    with pytest.raises(UsageError, match=r"has several graphs; expected one of .*ind.other.x, .*ind.small.x"):
+    with pytest.raises(UsageError, match=r"has several graphs; choose one of .*ind.other.x, .*ind.small.x"):
         load_graph(str(folder))
     assert load_graph(str(folder / "ind.other.x")).name == "other"
     with pytest.raises(UsageError, match=r"ind.small.y: expected an npz file, ind.NAME.x"):
@@ -203,8 +203,8 @@ def test_a_pickle_that_wants_to_run_something_is_refused(name, file, protocol, t
     folder = write(tmp_path / "p", **{file: attack})
     with pytest.raises(UsageError) as told:
         load_graph(str(folder))
-    assert f"ind.small.{file}: is no pickle of a graph: it asks for" in str(told.value)
-    assert "refused" in str(told.value)
+    assert f"ind.small.{file}: not a Planetoid pickle: " in str(told.value)
+    assert "is not allowed" in str(told.value)
     assert not mark.exists()
     assert not cache.exists()
 
@@ -229,7 +229,7 @@ def test_a_pickle_that_wants_to_run_something_is_refused(name, file, protocol, t
     ],
 )
 def test_other_names_and_broken_pickles_are_refused(code, tmp_path):
-    with pytest.raises(UsageError, match=r"f: is no pickle of a graph: "):
+    with pytest.raises(UsageError, match=r"f: not a Planetoid pickle: "):
         unpickle(code, Path("f"))
 
 
@@ -260,7 +260,7 @@ def test_stand_ins_do_nothing_with_what_they_are_given():
     """Even where a pickle calls them with names of its own."""
     code = b"cnumpy\ndtype\n(Vos\nVsystem\ntR(I3\nV<\ntb."
     kind = unpickle(code, Path("f"))
-    with pytest.raises(ValueError, match=r"numbers of the kind 'os'"):
+    with pytest.raises(ValueError, match=r"unsupported array type 'os'"):
         kind.dtype()
 
 
@@ -307,33 +307,33 @@ def csr(**changes: object) -> bytes:
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
-        ("x", pickled(np.zeros((60, 6))), "ind.small.x: expected a sparse matrix, found array"),
-        ("y", pickled([1, 2]), "ind.small.y: expected an array, found list"),
-        ("y", pickled(np.zeros((60, 3), object)), "ind.small.y: is no whole array: an array of something else than"),
-        ("y", pickled(np.full((60, 3), 0.5)), "ind.small.y: expected rows of zeros with at most one 1"),
-        ("y", pickled(np.ones((60, 3))), "ind.small.y: expected rows of zeros with at most one 1"),
-        ("y", pickled(np.eye(59, 3)), "ind.small.y: expected 60 rows as in ind.small.x, found 59"),
-        ("x", pickled(csr_matrix(np.eye(60, 5))), "ind.small.x: expected 6 features, found 5"),
-        ("x", csr(indices=np.full(6, 99, np.int32)), "ind.small.x: is no whole sparse matrix"),
-        ("x", csr(indptr=np.full(61, 99, np.int32)), "ind.small.x: is no whole sparse matrix"),
-        ("x", csr(indptr=np.zeros(5, np.int32)), "ind.small.x: is no whole sparse matrix"),
+        ("x", pickled(np.zeros((60, 6))), "ind.small.x: expected a sparse matrix, got array"),
+        ("y", pickled([1, 2]), "ind.small.y: expected an array, got list"),
+        ("y", pickled(np.zeros((60, 3), object)), "ind.small.y: malformed array: expected an array of numbers"),
+        ("y", pickled(np.full((60, 3), 0.5)), "ind.small.y: expected one-hot rows"),
+        ("y", pickled(np.ones((60, 3))), "ind.small.y: expected one-hot rows"),
+        ("y", pickled(np.eye(59, 3)), "ind.small.y: expected 60 rows as in ind.small.x, got 59"),
+        ("x", pickled(csr_matrix(np.eye(60, 5))), "ind.small.x: expected 6 features, got 5"),
+        ("x", csr(indices=np.full(6, 99, np.int32)), "ind.small.x: malformed sparse matrix"),
+        ("x", csr(indptr=np.full(61, 99, np.int32)), "ind.small.x: malformed sparse matrix"),
+        ("x", csr(indptr=np.zeros(5, np.int32)), "ind.small.x: malformed sparse matrix"),
         ("x", csr(data=np.full(6, np.nan, np.float32)), "ind.small.x: expected the first rows of ind.small.allx"),
-        ("x", csr(_shape=(60, 10**12)), "ind.small.x: this machine has no room for 60 x 1,000,000,000,000"),
-        ("x", csr(_shape=(60, -1)), "ind.small.x: is no whole sparse matrix"),
-        ("x", csr(_shape="ab"), "ind.small.x: is no whole sparse matrix"),
+        ("x", csr(_shape=(60, 10**12)), "ind.small.x: 60 x 1,000,000,000,000 features do not fit"),
+        ("x", csr(_shape=(60, -1)), "ind.small.x: malformed sparse matrix"),
+        ("x", csr(_shape="ab"), "ind.small.x: malformed sparse matrix"),
         ("y", pickled(np.eye(3)[np.arange(1, 61) % 3]), "ind.small.y: expected the first rows of ind.small.ally"),
-        ("graph", pickled(one_for_all()), "ind.small.graph: expected the neighbours of "),
-        ("graph", pickled([1]), "ind.small.graph: expected the neighbours of each node, found list"),
-        ("graph", pickled({0: 1}), "ind.small.graph: expected the neighbours of each node, found dict"),
-        ("graph", pickled({0: [NODES]}), f"ind.small.graph: expected numbers of nodes from 0 to below {NODES}"),
-        ("graph", pickled({0: ["x"]}), "ind.small.graph: expected numbers of nodes from 0"),
-        ("graph", pickled({-1: [0]}), "ind.small.graph: expected numbers of nodes from 0"),
-        ("test.index", b"1\nx\n", "ind.small.test.index: expected a whole number on each line"),
-        ("test.index", b"\xff", "ind.small.test.index: expected a whole number on each line"),
+        ("graph", pickled(one_for_all()), "ind.small.graph: expected a separate list of neighbors for "),
+        ("graph", pickled([1]), "ind.small.graph: expected a list of neighbors for each node, got list"),
+        ("graph", pickled({0: 1}), "ind.small.graph: expected a list of neighbors for each node, got dict"),
+        ("graph", pickled({0: [NODES]}), f"ind.small.graph: expected node numbers in [0, {NODES})"),
+        ("graph", pickled({0: ["x"]}), "ind.small.graph: expected node numbers in [0,"),
+        ("graph", pickled({-1: [0]}), "ind.small.graph: expected node numbers in [0,"),
+        ("test.index", b"1\nx\n", "ind.small.test.index: expected an integer on each line"),
+        ("test.index", b"\xff", "ind.small.test.index: expected an integer on each line"),
         ("test.index", b"", "ind.small.test.index: expected 28 different numbers >= 610"),
         ("test.index", b"610\n" * 28, "ind.small.test.index: expected 28 different numbers >= 610"),
         ("test.index", b"".join(b"%d\n" % i for i in range(28)), "expected 28 different numbers >= 610"),
-        ("test.index", b"".join(b"%d\n" % (610 + i * 10**8) for i in range(28)), "is far above the 638 listed"),
+        ("test.index", b"".join(b"%d\n" % (610 + i * 10**8) for i in range(28)), "expected about 638 nodes, got node "),
     ],
 )  # fmt: skip
 def test_parts_that_do_not_fit_are_named(file, content, message, tmp_path, cache):
@@ -349,7 +349,7 @@ def test_a_missing_file_is_named(file, tmp_path, cache):
     (folder / f"ind.small.{file}").unlink()
     with pytest.raises(
         UsageError,
-        match=rf"has no ind.small.{file}" if file != "x" else r"expected an npz file, ind.NAME.x, or a folder with it",
+        match=rf"has no ind.small.{file}" if file != "x" else r"or a folder with ind.NAME.x",
     ):
         load_graph(str(folder))
 
@@ -358,27 +358,27 @@ def test_a_missing_file_is_named(file, tmp_path, cache):
     ("changes", "message"),
     [
         (dict(edges=np.zeros((3, 4), int)), r"expected \(2, edges\) and a class for each of 5 nodes"),
-        (dict(edges=np.full((2, 4), 5)), "edges: expected numbers of nodes from 0 to below 5"),
+        (dict(edges=np.full((2, 4), 5)), r"edges: expected node numbers in \[0, 5\)"),
         (dict(classes=np.zeros(4, int)), r"expected \(2, edges\) and a class for each of 5 nodes"),
-        (dict(classes=np.array([0, 1, -1, 0, 1])), "valid: expected nodes whose class is known"),
+        (dict(classes=np.array([0, 1, -1, 0, 1])), "valid: expected nodes with known classes only"),
         (
             dict(classes=np.array([0, 1, 0, 0, 9])),
-            "classes: expected at most 255, and none that no training node has; found 9",
+            "classes: expected at most 255, and only classes of training nodes, got 9",
         ),
-        (dict(train=np.array([], int)), "train: expected whole numbers in 1 dimensions"),
-        (dict(test=np.array([0.5])), "test: expected whole numbers in 1 dimensions, found float64"),
-        (dict(test=np.array([-1])), "test: expected numbers of nodes from 0 to below 5"),
-        (dict(train=np.array([0, 1, 3])), "train, valid, test: expected each node in one part, once"),
-        (dict(test=np.array([3, 3])), "train, valid, test: expected each node in one part, once"),
-        (dict(edges=np.array([[0], [1]])), "edges: expected both ways, each once, and none from a node to itself"),
-        (dict(edges=np.array([[0, 1, 0, 1], [1, 0, 1, 0]])), "edges: expected both ways, each once"),
-        (dict(edges=np.array([[0], [0]])), "edges: expected both ways, each once, and none from a node to itself"),
+        (dict(train=np.array([], int)), "train: expected integers in 1 dimensions"),
+        (dict(test=np.array([0.5])), "test: expected integers in 1 dimensions, got float64"),
+        (dict(test=np.array([-1])), r"test: expected node numbers in \[0, 5\)"),
+        (dict(train=np.array([0, 1, 3])), "train, valid, test: expected each node at most once, in one part"),
+        (dict(test=np.array([3, 3])), "train, valid, test: expected each node at most once, in one part"),
+        (dict(edges=np.array([[0], [1]])), "edges: expected each edge once in both directions, without self-loops"),
+        (dict(edges=np.array([[0, 1, 0, 1], [1, 0, 1, 0]])), "edges: expected each edge once in both directions"),
+        (dict(edges=np.array([[0], [0]])), "edges: expected each edge once in both directions, without self-loops"),
         (dict(features=np.full((5, 2), np.nan)), "features: expected finite numbers"),
         (dict(features=np.full((5, 2), 1e300)), "features: expected finite numbers"),
         (dict(classes=np.array([0, 10**11, 0, 1, 0])), "classes: expected at most 255"),
         (dict(classes=np.array([0, 2**63 + 5, 0, 1, 0], np.uint64)), "classes: expected at most 255"),
-        (dict(features=np.zeros(5)), r"features: expected numbers in 2 dimensions, found float64 \(5,\)"),
-        (dict(features=np.array([[object()]] * 5)), "is no whole npz file of numbers: Object arrays"),
+        (dict(features=np.zeros(5)), r"features: expected numbers in 2 dimensions, got float64 \(5,\)"),
+        (dict(features=np.array([[object()]] * 5)), "is not a valid .npz file of numbers: Object arrays"),
     ],
 )
 def test_an_npz_that_is_no_graph_is_told(changes, message, tmp_path):

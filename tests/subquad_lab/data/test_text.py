@@ -51,7 +51,7 @@ def test_all_naming_schemes_are_known(pattern, tmp_path, capsys):
     for part in module.PARTS:
         (tmp_path / pattern.format(part)).write_text(f"one two {part}\n")
     assert words(load_text(str(tmp_path)), "train") == ["one", "two", "train", END]
-    assert ("expected f26c4b92c5fdc7b3f8c7cdcb991d8420" in capsys.readouterr().err) == pattern.startswith("ptb")
+    assert ("expected MD5 f26c4b92c5fdc7b3f8c7cdcb991d8420" in capsys.readouterr().err) == pattern.startswith("ptb")
 
 
 @pytest.mark.skipif(not TREEBANK.is_dir(), reason="the Penn Treebank is not beside the project")
@@ -92,11 +92,11 @@ def test_the_checksum_tells_texts_apart(text):
     [
         ({}, "expected files *.txt, *.md, *.rst in "),
         ({"a.bin": b"x"}, "expected files *.txt"),
-        ({"a.txt": b"a\0b"}, "a.txt is no text: it has zero bytes"),
+        ({"a.txt": b"a\0b"}, "a.txt is not a text file: it contains zero bytes"),
         ({"a.txt": b"abc \xff"}, "a.txt is not UTF-8: byte 4 is 0xff"),
-        ({"a.txt": b""}, "has 0 words; expected more text"),
-        ({"train.txt": b"a b c", "valid.txt": b"a b c"}, "has no test.txt, which belongs to text in three parts"),
-        ({"ptb.train.txt": b"a"}, "has no ptb.valid.txt, which belongs to Penn Treebank"),
+        ({"a.txt": b""}, "expected at least 3 words in the train part of"),
+        ({"train.txt": b"a b c", "valid.txt": b"a b c"}, "got no test.txt"),
+        ({"ptb.train.txt": b"a"}, "got no ptb.valid.txt"),
     ],
 )
 def test_what_is_no_text_is_named(files, message, tmp_path):
@@ -107,7 +107,7 @@ def test_what_is_no_text_is_named(files, message, tmp_path):
 
 
 def test_what_cannot_be_read_is_named(tmp_path, monkeypatch):
-    with pytest.raises(UsageError, match="there is no folder"):
+    with pytest.raises(UsageError, match="no such folder"):
         load_text(str(tmp_path / "no"))
     (tmp_path / "a.txt").write_text("some words")
 

@@ -12,7 +12,7 @@ from small_runs import tone
 from subquad_lab.data.clips import Part
 from subquad_lab.data.espeak import Speaker
 from subquad_lab.data.sound import RATE, STEP, log_mel, resampled
-from subquad_lab.data.utterances import CLICK, Usual, cuts_at_pauses, heard, pieces, usual
+from subquad_lab.data.utterances import MIN_UTTERANCE_SAMPLES, Usual, cuts_at_pauses, heard, pieces, usual
 
 LIKE = Usual(loudness=0.9, before=2, after=3, between=15)
 
@@ -106,7 +106,7 @@ def test_pauses_as_usual_stay_within_a_piece():
         assert len(heard(torch.cat([word, silence(pause), word]), LIKE, 1000)) == count
 
 
-def test_a_piece_holds_nothing_of_its_neighbours():
+def test_a_piece_holds_nothing_of_its_neighbors():
     """Where one is cut within a word, what should be silence around it is."""
     samples = torch.from_numpy(tone(400, 3.0, RATE))
     (_, _, first), *_ = heard(samples, LIKE._replace(after=10), 120)
@@ -118,7 +118,7 @@ def test_clicks_are_no_utterances(speech):
     click = torch.zeros(RATE)
     click[8000:8100] = 0.5
     assert len(heard(torch.cat([click, speech, silence(0.5)]), LIKE, 1000)) == 1
-    with pytest.raises(ValueError, match=f"has no sound of at least {CLICK / RATE:g} s"):
+    with pytest.raises(ValueError, match=f"no utterance of at least {MIN_UTTERANCE_SAMPLES / RATE:g} s"):
         heard(click, LIKE, 1000)
     with pytest.raises(ValueError, match="is silent"):
         heard(silence(1), LIKE, 1000)

@@ -18,9 +18,9 @@ from subquad_lab import UsageError
 from subquad_lab.cli import main
 from subquad_lab.data.graphs import load_graph
 from subquad_lab.experiments import graphs
-from subquad_lab.experiments.graphs import Config, flattened, make_model, neighbours, norms, variants
+from subquad_lab.experiments.graphs import Config, flattened, make_model, neighbors, norms, variants
 from subquad_lab.figures.classification import Predictions
-from subquad_lab.models.graphs import Attention, Convolution, Normalisation, propagation
+from subquad_lab.models.graphs import Attention, Convolution, Normalization, propagation
 from subquad_lab.training.run import Run
 
 
@@ -38,14 +38,14 @@ def dense(edges: torch.Tensor, weights: torch.Tensor, nodes: int = 7) -> torch.T
 # --- The GCN ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("self_loops", "normalisation"), product((True, False), get_args(Normalisation)))
-def test_a_propagation_is_its_matrix(self_loops, normalisation):
+@pytest.mark.parametrize(("self_loops", "normalization"), product((True, False), get_args(Normalization)))
+def test_a_propagation_is_its_matrix(self_loops, normalization):
     adjacency = dense(some_edges(), torch.ones(some_edges().shape[1])) + self_loops * torch.eye(7)
     degrees = adjacency.sum(1)
     inverse = torch.where(degrees > 0, 1 / degrees, 0.0)
     wanted = {"none": adjacency, "row": inverse[:, None] * adjacency,
-              "symmetric": inverse.sqrt()[:, None] * adjacency * inverse.sqrt()}[normalisation]  # fmt: skip
-    edges, weights = propagation(some_edges(), 7, self_loops, normalisation)
+              "symmetric": inverse.sqrt()[:, None] * adjacency * inverse.sqrt()}[normalization]  # fmt: skip
+    edges, weights = propagation(some_edges(), 7, self_loops, normalization)
     assert torch.allclose(dense(edges, weights), wanted)
     x = torch.randn(7, 3)
     layer = Convolution(3, 2, edges, weights)
@@ -61,7 +61,7 @@ def test_with_both_fixes_it_is_the_layer_of_torch_geometric():
     assert torch.allclose(ours(x), theirs(x, some_edges()), atol=1e-6)
 
 
-def test_what_the_normalisations_keep():
+def test_what_the_normalizations_keep():
     """The symmetric one keeps the largest eigenvalue at 1, and its rows do not sum to 1; those of the row one do."""
     symmetric = dense(*propagation(some_edges(), 7, True, "symmetric"))
     assert torch.linalg.eigvalsh(symmetric).abs().max() == pytest.approx(1, abs=1e-6)
@@ -75,7 +75,7 @@ def test_the_norms_are_those_of_the_powers():
     found = norms(graph, graph.features)
     assert len(found) == 6
     for (name, sizes), (self_loops, kind) in zip(
-        found.items(), product((True, False), get_args(Normalisation)), strict=True
+        found.items(), product((True, False), get_args(Normalization)), strict=True
     ):
         assert name.startswith(kind)
         assert ("without" in name) is not self_loops
@@ -89,9 +89,9 @@ def test_the_norms_are_those_of_the_powers():
 # --- Attention ----------------------------------------------------------------------------------------------------
 
 
-def test_a_node_attends_to_its_neighbours_and_itself_alone():
+def test_a_node_attends_to_its_neighbors_and_itself_alone():
     graph = load_graph()
-    mask = neighbours(graph, 1)
+    mask = neighbors(graph, 1)
     assert mask.sum() == graph.edges.shape[1] + 34
     assert mask.diagonal().all()
     torch.manual_seed(0)
@@ -130,8 +130,8 @@ def test_both_is_the_sum():
 
 def test_a_graph_whose_mask_would_not_fit_is_refused(monkeypatch):
     monkeypatch.setattr(graphs, "memory", lambda: 10_000)
-    with pytest.raises(UsageError, match=r"mask of 34 nodes with 1 heads needs 0 GiB; expected gcn or all"):
-        graphs.build(Config(mixer="neighbours"))
+    with pytest.raises(UsageError, match=r"over 34 nodes with 1 heads needs 0 GiB, .*; use gcn or all"):
+        graphs.build(Config(mixer="neighbors"))
     graphs.build(Config(mixer="all"))
 
 
@@ -176,14 +176,14 @@ def test_a_network_that_would_not_fit_is_refused():
 
 
 def test_a_method_without_effect_is_told():
-    with pytest.warns(UserWarning, match="--method taylor:2 has no effect: it is of attention to all nodes"):
+    with pytest.warns(UserWarning, match="--method taylor:2 has no effect with --mixer gcn; use --mixer all or both"):
         graphs.build(Config(method="taylor:2"))
     found = variants(Config(method="taylor:2"))
     assert {name: config.method for name, config in found.items() if config.method != "linear:elu"} == {
         "all": "taylor:2", "both": "taylor:2"}  # fmt: skip
 
 
-def test_a_graph_without_edges_is_a_network_without_neighbours():
+def test_a_graph_without_edges_is_a_network_without_neighbors():
     club = load_graph()
     alone = replace(club, edges=club.edges[:, :0])
     task = graphs.Graphs(Config(), alone)
@@ -209,7 +209,7 @@ def test_features_are_divided_by_their_sum_and_empty_rows_stay():
 def test_train_leaves_pictures_and_records_over_seeds(tmp_path, capfd):
     assert main(["train", "graphs", "--seeds=3", "--epochs=60", f"--out={tmp_path}"]) == 0
     shown = capfd.readouterr().out
-    assert "test, mean of 3 seeds and 95 % interval: accuracy 0." in shown
+    assert "test, mean of 3 seeds and 95 % confidence interval: accuracy 0." in shown
     folder = tmp_path / "graphs-001" / "seed-2"
     for name in ("confusion", "norms", "embedding", "curves"):
         assert b"<svg" in (folder / f"{name}.svg").read_bytes()
@@ -260,7 +260,7 @@ def test_records_that_are_wrong_are_told(name, content, small_run, tmp_path, com
 def test_the_variants_are_the_switches_and_attention():
     found = variants(Config(self_loops=False, lr=0.5))
     assert list(found) == ["gcn symmetric", "gcn symmetric no-loops", "gcn row", "gcn row no-loops", "gcn none",
-                           "gcn none no-loops", "neighbours", "all", "both"]  # fmt: skip
+                           "gcn none no-loops", "neighbors", "all", "both"]  # fmt: skip
     assert len({graphs.label(config) for config in found.values()}) == 9
     assert {config.lr for config in found.values()} == {0.5}
 
@@ -268,14 +268,14 @@ def test_the_variants_are_the_switches_and_attention():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (dict(batch=2), "batch: expected 1, the whole graph, found 2"),
-        (dict(width=0), "width: expected a whole number >= 1, found 0"),
-        (dict(heads=0), "heads: expected a whole number >= 1, found 0"),
-        (dict(dropout=-0.1), "dropout: expected a number from 0 to below 1, found -0.1"),
+        (dict(batch=2), "batch: expected 1 .the whole graph., got 2"),
+        (dict(width=0), "width: expected a positive integer, got 0"),
+        (dict(heads=0), "heads: expected a positive integer, got 0"),
+        (dict(dropout=-0.1), r"dropout: expected a number in \[0, 1\), got -0.1"),
         (dict(method="fast"), "fast"),
         (
             dict(mixer="all", method="random:1000000000"),
-            "method: random:1000000000 has 1,000,000,000 features at width 16",
+            "method: expected at most 65,536 features, got 1,000,000,000 for random:1000000000 at width 16",
         ),
     ],
 )

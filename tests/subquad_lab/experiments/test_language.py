@@ -118,7 +118,7 @@ def test_rotary_products_depend_on_the_distance_alone():
 
 def test_learned_positions_end_with_the_context():
     model = Transformer(WORDS, 8, 1, 2, 10, 0.0, language.parse_method("exact"), "learned")
-    with pytest.raises(ValueError, match="tokens: learned positions reach up to 10, got 11"):
+    with pytest.raises(ValueError, match="tokens: expected at most 10 with learned positions, got 11"):
         model(torch.zeros(1, 11, dtype=torch.long), None)
 
 
@@ -175,7 +175,7 @@ def test_perplexity_counts_every_word_once(name, text):
     task = language.build(Config(data=str(text), model=name, embedding=6, width=8, heads=2, context=8, batch=2))
     task.model.double().eval()
     words = task.corpus.test
-    length = -(-(len(words) - 1) // language.STREAMS)
+    length = -(-(len(words) - 1) // language.EVALUATION_STREAMS)
     total = 0.0
     for first in range(0, len(words) - 1, length):
         stream = words[first : min(first + length, len(words) - 1) + 1]
@@ -208,7 +208,7 @@ def test_state_is_carried_between_steps_without_history(text):
 
 def test_a_prompt_is_told_what_is_wrong_with_it(text):
     task = language.build(Config(data=str(text), model="rnn", context=8))
-    with pytest.raises(UsageError, match="--prompt: the model does not know the word 'zebra'"):
+    with pytest.raises(UsageError, match="--prompt: 'zebra' is not in the model's vocabulary"):
         task.sample("w1 zebra", 5, 1.0, None, None, 0)
     with pytest.raises(UsageError, match="--prompt: expected at least one word"):
         task.sample(" ", 5, 1.0, None, None, 0)
@@ -218,10 +218,10 @@ def test_a_prompt_is_told_what_is_wrong_with_it(text):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        (dict(width=10, heads=4), "heads: expected a number that divides the width of 10, found 4"),
-        (dict(dropout=1.0), "dropout: expected a number from 0 to below 1, found 1.0"),
+        (dict(width=10, heads=4), "heads: expected a divisor of the width 10, got 4"),
+        (dict(dropout=1.0), r"dropout: expected a number in \[0, 1\), got 1.0"),
         (dict(method="nope"), "--method: expected one of 'exact', .* got 'nope'"),
-        (dict(context=0), "context: expected a whole number >= 1, found 0"),
+        (dict(context=0), "context: expected a positive integer, got 0"),
     ],
 )
 def test_configs_that_make_no_sense_are_named(fields, message):
@@ -230,5 +230,5 @@ def test_configs_that_make_no_sense_are_named(fields, message):
 
 
 def test_a_text_that_is_too_short_is_named(text):
-    with pytest.raises(UsageError, match="batch: 16 streams of 128 words need more text than the 1,320 words"):
+    with pytest.raises(UsageError, match="batch: 16 streams of 128 words need more than the 1,320 training words"):
         language.build(Config(data=str(text)))

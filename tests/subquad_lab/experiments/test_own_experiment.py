@@ -31,7 +31,7 @@ class Config(Training):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.slope == 0:
-            raise UsageError("slope: expected a number other than 0, found 0")
+            raise UsageError("slope: expected a number other than 0, got 0")
 
 
 class Line:
@@ -106,7 +106,7 @@ def test_its_fields_are_options(tmp_path, capfd, complaint):
     with pytest.raises(SystemExit):
         main(["train", "line", "--help"])
     assert "--slope SLOPE" in capfd.readouterr().out
-    assert "--slope: expected a number other than 0, found 0" in complaint(["train", "line", "--slope=0"])
+    assert "--slope: expected a number other than 0, got 0" in complaint(["train", "line", "--slope=0"])
 
 
 def test_three_functions_lead_from_the_command_to_the_loop(tmp_path, monkeypatch):

@@ -324,15 +324,15 @@ def test_the_published_rates_go_by_epochs():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (dict(width=9), "width: expected an even number >= 4 that 2 heads divide, found 9"),
+        (dict(width=9), "width: expected an even number >= 4 that --heads 2 divides, got 9"),
         (dict(width=2), "width: expected an even number >= 4"),
         (dict(heads=3), "width: expected an even number"),
-        (dict(schedule="epochs"), "warmup: expected none with the schedule by epochs, found 100"),
-        (dict(schedule="epochs", warmup=0, steps=9), "steps: expected none with the schedule by epochs, found 9"),
-        (dict(schedule="epochs", warmup=0, epochs=3), "epochs: expected at least 4 for the schedule by epochs"),
-        (dict(clips=0), "clips: expected a whole number >= 1, found 0"),
-        (dict(frames=1), "frames: expected a whole number >= 2, found 1"),
-        (dict(dropout=1.0), "dropout: expected a number from 0 to below 1"),
+        (dict(schedule="epochs"), "warmup: expected no value with --schedule epochs, got 100"),
+        (dict(schedule="epochs", warmup=0, steps=9), "steps: expected no value with --schedule epochs, got 9"),
+        (dict(schedule="epochs", warmup=0, epochs=3), "epochs: expected at least 4 with --schedule epochs"),
+        (dict(clips=0), "clips: expected a positive integer, got 0"),
+        (dict(frames=1), "frames: expected an integer >= 2, got 1"),
+        (dict(dropout=1.0), r"dropout: expected a number in \[0, 1\)"),
         (dict(method="nothing"), "method"),
         (dict(decoder_method="taylor:40"), "method"),
     ],
@@ -343,7 +343,7 @@ def test_configs_that_cannot_be_are_refused(changes, message):
 
 
 def test_a_batch_larger_than_the_data_is_refused(digits):
-    with pytest.raises(UsageError, match="batch: expected at most the 30 training clips"):
+    with pytest.raises(UsageError, match="batch: expected at most 30, the number of training clips"):
         speech.build(Config(data=digits, clips=36, batch=31, **SMALL))
 
 
@@ -394,8 +394,8 @@ def test_clips_that_are_left_out_are_counted_in_the_result(digits, tmp_path, cap
     assert len(skipped) > 0
     assert all("3_ann_" in line and "is empty" in line for line in skipped)
     assert json.loads((tmp_path / "runs" / "speech-001" / RESULT).read_text())["skipped"] == len(skipped)
-    assert f"left out of the data: {len(skipped)} clips" in said.out
-    assert f"{len(skipped)} of 60 clips of spoken digits, by index are left out" in said.err
+    assert f"skipped {len(skipped)} clips of the data" in said.out
+    assert f"skipped {len(skipped)} of 60 clips of spoken digits, by index" in said.err
 
 
 def test_both_decoders_are_compared(digits, tmp_path, capfd):
@@ -425,5 +425,5 @@ def test_maps_of_long_texts_have_words_beside_them():
 
 def test_maps_have_a_scale_and_names_for_their_axes(speech_run):
     picture = speech.looks_picture(Run(speech_run), Config()).decode()
-    for label in ("what is spelled", "seconds", "weight, colours by its square root"):
+    for label in ("output", "seconds", "attention weight"):
         assert f"<!-- {label} -->" in picture

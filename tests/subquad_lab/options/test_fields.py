@@ -34,12 +34,12 @@ HOSTILE = '!!python/object/apply:os.system ["touch executed"]'
         (f"lr: {HOSTILE}", "could not determine a constructor for the tag"),
         (HOSTILE, "could not determine a constructor for the tag"),
         ("lr: [", "while parsing a flow node"),
-        ("- 1", "expected fields and their values, found list"),
-        ("1: 2", "expected fields and their values, found dict"),
-        ("rate: 1", "'rate' is no field of language; expected some of seed,"),
-        ("lr: fast", "lr: expected a number, found 'fast'"),
-        ("batch: 2.5", "batch: expected a whole number, found"),
-        ("experiment: chess", "a config of the experiment 'chess', expected 'language'"),
+        ("- 1", "expected a mapping from field names to values, got list"),
+        ("1: 2", "expected a mapping from field names to values, got dict"),
+        ("rate: 1", "unknown field 'rate'; language has: seed,"),
+        ("lr: fast", "lr: expected a number, got 'fast'"),
+        ("batch: 2.5", "batch: expected an integer, got"),
+        ("experiment: chess", "expected a config of the experiment 'language', got one of 'chess'"),
     ],
 )
 def test_a_config_that_is_wrong_is_told_and_never_executed(content, message, complaint, tmp_path, monkeypatch):
@@ -57,8 +57,8 @@ def test_fields_need_to_fit_together_only_when_all_are_known(complaint, tmp_path
     file = tmp_path / "c.yaml"
     file.write_text("heads: 3\nmodel: transformer\n")
     given = ["train", "language", "--config", str(file), "--data", str(tmp_path / "no")]
-    assert "heads: expected a number that divides the width of 128, found 3" in complaint(given)
-    assert "--data: there is no folder" in complaint([*given, "--width", "96"])
+    assert "heads: expected a divisor of the width 128, got 3" in complaint(given)
+    assert "--data: no such folder" in complaint([*given, "--width", "96"])
 
 
 @pytest.mark.parametrize("content", ["lr: 2024-99-99", "lr: !!float abc", "lr: !!int ''"])
@@ -87,5 +87,5 @@ def test_values_of_a_grid_are_read_as_numbers_and_words():
     assert rest == ["sweep", "language", "--x", "2"]
     assert found == {"lr": [0.001, 0.1], "weight_decay": [0, 1]}
     assert split_off(["--grid.model", "rnn,lstm"], "grid")[1] == {"model": ["rnn", "lstm"]}
-    with pytest.raises(UsageError, match=r"--grid.lr: expected values with commas between, found nothing"):
+    with pytest.raises(UsageError, match=r"--grid.lr: expected values separated by commas, got nothing"):
         split_off(["--grid.lr"], "grid")

@@ -40,12 +40,12 @@ def test_every_method_of_the_library_has_its_name():
         ("", "expected one of .* got ''$"),
         ("tailor:3", r"got 'tailor:3'; did you mean 'taylor:3'\?"),
         ("Linear", r"got 'Linear'; did you mean 'linear'\?"),
-        ("taylor:two", "expected a whole number for degree in 'taylor:two', got 'two'"),
-        ("taylor:", "expected a whole number for degree in 'taylor:', got ''"),
+        ("taylor:two", "expected an integer for degree in 'taylor:two', got 'two'"),
+        ("taylor:", "expected an integer for degree in 'taylor:', got ''"),
         ("exact:2", "'exact' takes nothing after its name, got 'exact:2'"),
         ("random:0", "--method: 'random:0': .*num_features"),
-        ("window:0", "--method: 'window:0': size: expected a whole number from 1"),
-        ("window:near", "expected a whole number for size in 'window:near', got 'near'"),
+        ("window:0", "--method: 'window:0': size: expected an integer from 1"),
+        ("window:near", "expected an integer for size in 'window:near', got 'near'"),
         ("block_sparse", "expected one of .* got 'block_sparse'"),
         ("linear:tanh", "--method: 'linear:tanh': .*activation"),
     ],
@@ -58,5 +58,5 @@ def test_wrong_spec_is_named(spec, message):
 def test_many_features_are_refused_and_a_wide_window_is_not():
     refuse_many_features("window:100000", 64)
     refuse_many_features("taylor:2", 64)
-    with pytest.raises(UsageError, match="taylor:4 has 814,385 features at width 64; expected at most 65,536"):
+    with pytest.raises(UsageError, match="expected at most 65,536 features, got 814,385 for taylor:4 at width 64"):
         refuse_many_features("taylor:4", 64)

@@ -79,7 +79,7 @@ BROKEN = [
     (4, features, "monomial_weight", lambda exponents: 1.0),
     (4, features, "monomials", lambda width, degree: [tuple(p * (i == j) for j in range(width)) for i in range(width)
                                                       for p in range(degree + 1)]),
-    (5, features, "normalised", lambda weights, values: weights @ values * weights.sum(-1, keepdim=True)),
+    (5, features, "normalized", lambda weights, values: weights @ values * weights.sum(-1, keepdim=True)),
     (6, features, "linear_crossover", lambda features, width: features),
     (6, features, "REASSOCIATED", [(2, 1, 1)]),
     (6, features, "AS_WRITTEN", [(1, 1, 1)]),
@@ -200,10 +200,10 @@ def test_rounding_errors_are_shown_by_their_bound():
 
 
 def test_what_is_said_has_its_tolerance():
-    assert at_most("", 1.0, 1000).said == "<= 1,000"
-    assert at_least("", 1.0, 0.5).said == ">= 0.5"
-    assert equal("", 1.0, 2145).said == "= 2,145"
-    assert equal("", 1.0, 2145, within=0.1).said == "= 2,145 within 10%"
+    assert at_most("", 1.0, 1000).claimed == "<= 1,000"
+    assert at_least("", 1.0, 0.5).claimed == ">= 0.5"
+    assert equal("", 1.0, 2145).claimed == "= 2,145"
+    assert equal("", 1.0, 2145, within=0.1).claimed == "= 2,145 within 10%"
 
 
 def test_counts_are_those_of_what_torch_did():
@@ -255,7 +255,7 @@ def test_verify_prints_a_line_for_each_claim(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["21", "22", "14"]
     assert "[parameters, pool, 28 x 28, counted: 224,892 (= 224,892);" in lines[0]
-    assert "mistake: parameters with pooling by those with strides, 28 x 28: 1 (<= 0.999)" in lines[0]
+    assert "mistake: parameters with pooling / with strides, 28 x 28: 1 (<= 0.999)" in lines[0]
 
 
 def test_verify_as_json_with_pictures(capsys, tmp_path):
@@ -263,7 +263,7 @@ def test_verify_as_json_with_pictures(capsys, tmp_path):
     twelve, sixteen = json.loads(capsys.readouterr().out)
     assert twelve["number"] == 12
     assert twelve["holds"] is True
-    assert twelve["checks"][1]["found"] == 0
+    assert twelve["checks"][1]["measured"] == 0
     assert sixteen["verdict"] == "holds"
     assert [path.name for path in (tmp_path / "plots").iterdir()] == ["claim-12.svg"]
     assert (tmp_path / "plots" / "claim-12.svg").read_bytes().startswith(b"<?xml")
@@ -297,9 +297,9 @@ def test_a_claim_that_fails_is_an_exit_code(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["23"], "CLAIMS: expected attention, recurrence, optimizers, networks, or a number from 1 to 22, found '23'"),
-        (["--seed", "-1"], "--seed: expected a whole number from 0"),
-        (["14", "--plots", "/dev/null/x"], "--plots: cannot make /dev/null/x"),
+        (["23"], "CLAIMS: expected attention, recurrence, optimizers, networks, or a number from 1 to 22, got '23'"),
+        (["--seed", "-1"], "--seed: expected an integer in [0, 2^32)"),
+        (["14", "--plots", "/dev/null/x"], "--plots: cannot create /dev/null/x"),
     ],
 )
 def test_verify_says_what_is_wrong(options, message, capsys):
@@ -315,7 +315,7 @@ def test_the_page_is_current():
     tool = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tool)
     page = (ROOT / "docs" / "theory.md").read_text()
-    assert page == tool.page({number: finding(number) for number in NUMBERS}), "make docs writes it anew"
+    assert page == tool.page({number: finding(number) for number in NUMBERS}), "run: python tools/theory_page.py"
     assert "\n- The scores Q K^T are" in page, "lines of a quotation would run together"
     for picture in re.findall(r"\]\((theory/.*?\.svg)\)", page):
         assert (ROOT / "docs" / picture).read_bytes().startswith(b"<?xml")

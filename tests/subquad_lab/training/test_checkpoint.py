@@ -86,7 +86,7 @@ def test_a_damaged_one_is_told_and_the_one_before_it_is_used(tmp_path, capsys):
     assert checkpoint.newest(tmp_path).state == {"number": 1}
     assert "00000002" in capsys.readouterr().err
     (tmp_path / "00000001" / TENSORS).write_bytes(b"")
-    with pytest.raises(Damaged, match="expected at least one that is whole, found 2 damaged"):
+    with pytest.raises(Damaged, match="expected at least one intact checkpoint, got 2 damaged"):
         checkpoint.newest(tmp_path)
     assert checkpoint.newest(tmp_path / "no") is None
 

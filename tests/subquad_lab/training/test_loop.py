@@ -86,7 +86,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_update(text, tmp_path, monke
         return found * (math.nan if next(steps) == 10 else 1.0), carried
 
     monkeypatch.setattr(language.Language, "loss", broken)
-    with pytest.raises(RunError, match=r"step 10: the loss is nan, .* nothing was updated"):
+    with pytest.raises(RunError, match=r"step 10: the loss is nan .* the step was not applied"):
         start(config, tmp_path, "nan")
     found = checkpoint.newest(Run(tmp_path / "nan").checkpoints)
     assert found.state["progress"]["step"] == 9
@@ -112,13 +112,13 @@ def test_the_rate_follows_its_schedule():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        (dict(batch=0), "batch: expected a whole number >= 1, found 0"),
-        (dict(minutes=0.0), "minutes: expected a number above 0, found 0.0"),
-        (dict(clip=0.0), "clip: expected a number above 0, found 0.0"),
-        (dict(seed=-1), "seed: expected a whole number from 0 to below 2^32, found -1"),
-        (dict(lr=-1.0), "lr: expected a number >= 0, found -1.0"),
-        (dict(lr=math.nan), "lr: expected a number >= 0, found nan"),
-        (dict(batch=8, accumulate=3), "accumulate: expected a number that divides the batch of 8, found 3"),
+        (dict(batch=0), "batch: expected a positive integer, got 0"),
+        (dict(minutes=0.0), "minutes: expected a positive number, got 0.0"),
+        (dict(clip=0.0), "clip: expected a positive number, got 0.0"),
+        (dict(seed=-1), "seed: expected an integer in [0, 2^32), got -1"),
+        (dict(lr=-1.0), "lr: expected a number >= 0, got -1.0"),
+        (dict(lr=math.nan), "lr: expected a number >= 0, got nan"),
+        (dict(batch=8, accumulate=3), "accumulate: expected a divisor of the batch size 8, got 3"),
     ],
 )
 def test_settings_that_make_no_sense_are_named(fields, message):

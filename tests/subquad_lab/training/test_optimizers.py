@@ -1,4 +1,4 @@
-"""Each optimiser is torch's own where torch has it, its formula where torch has not, and good for every experiment."""
+"""Each optimizer is torch's own where torch has it, its formula where torch has not, and good for every experiment."""
 
 import json
 from copy import deepcopy
@@ -166,7 +166,7 @@ def test_sparse_gradients_are_refused_and_nothing_changes(name, said):
     before, other.grad = table.weight.detach().clone(), torch.ones_like(other)
     table(torch.tensor([1])).sum().backward()
     with pytest.raises(
-        UsageError, match=rf"{said}: expected dense gradients, found one of layout torch.sparse_coo .*\(5, 2\)"
+        UsageError, match=rf"{said}: expected dense gradients, got one of layout torch.sparse_coo .*\(5, 2\)"
     ):
         make_optimizer(name, [other, table.weight], 0.1).step()
     assert torch.equal(table.weight, before)
@@ -175,7 +175,7 @@ def test_sparse_gradients_are_refused_and_nothing_changes(name, said):
 
 @pytest.mark.parametrize("momentum", [1.0, 1.5, -0.1, float("nan")])
 def test_a_momentum_that_never_forgets_is_refused(momentum):
-    with pytest.raises(UsageError, match=f"momentum: expected a number from 0 to below 1, found {momentum}"):
+    with pytest.raises(UsageError, match=rf"momentum: expected a number in \[0, 1\), got {momentum}"):
         Training(optimizer="corrected", momentum=momentum)
 
 

@@ -42,7 +42,7 @@ def test_a_signal_saves_the_run_and_ends_it(number, text, tmp_path):
         errors = process.stderr.read()
     assert process.returncode == 128 + number
     assert time.monotonic() - begin < 5
-    assert "the run is saved" in errors
+    assert "Progress saved" in errors
     assert "Traceback" not in errors
     run = Run.open(tmp_path / "language-001")
     found = checkpoint.newest(run.checkpoints)

@@ -52,5 +52,5 @@ def test_a_terminal_has_a_bar_with_loss_speed_and_time_left(text, tmp_path):
             shown += part
     os.close(ours)
     assert process.returncode == 0
-    for piece in (b"loss", b"words/s", b"left", b"%", b"\x1b["):
+    for piece in (b"loss", b"words/s", b"remaining", b"%", b"\x1b["):
         assert piece in shown

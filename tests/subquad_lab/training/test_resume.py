@@ -89,7 +89,7 @@ def test_where_the_best_checkpoint_is_damaged_the_newest_is_used(text, tmp_path,
     )
     (run.checkpoints / f"{best:08d}" / checkpoint.TENSORS).write_bytes(b"no")
     trained(run.folder)
-    assert "the newest is used, not the best" in capsys.readouterr().err
+    assert "using the latest instead of the best" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("file", ["metrics.jsonl", "timing.jsonl", "result.json", "curves.svg", "events"])
@@ -138,7 +138,7 @@ def test_a_damaged_last_checkpoint_costs_a_few_steps_only(text, tmp_path, capsys
     folder = Run(tmp_path / "damaged").checkpoints
     (folder / f"{checkpoint.numbers(folder)[-1]:08d}" / checkpoint.TENSORS).write_bytes(b"no")
     run, _ = resume(tmp_path / "damaged")
-    assert "the one before it is used" in capsys.readouterr().err
+    assert "falling back to the previous checkpoint" in capsys.readouterr().err
     assert_same(run, whole)
 
 
@@ -146,7 +146,7 @@ def test_a_checkpoint_of_another_model_is_refused(text, tmp_path):
     run, _ = start(tiny(text), tmp_path)
     found = checkpoint.newest(run.checkpoints)
     task = language.build(tiny(text, width=9))
-    with pytest.raises(Damaged, match=r"not of this model: .*size mismatch"):
+    with pytest.raises(Damaged, match=r"does not fit this model: .*size mismatch"):
         snapshot.load_model(task.model, found)
 
 
@@ -157,7 +157,7 @@ def test_a_checkpoint_that_lacks_a_part_is_refused(missing, text, tmp_path):
     found = checkpoint.newest(run.checkpoints)
     state = {key: value for key, value in found.state.items() if key != missing}
     checkpoint.save(run.checkpoints, checkpoint.next_number(run.checkpoints), Checkpoint(found.tensors, state))
-    with pytest.raises(Damaged, match="not of this run: KeyError"):
+    with pytest.raises(Damaged, match="does not fit this run: KeyError"):
         resume(run.folder)
 
 
@@ -167,7 +167,7 @@ def test_other_data_are_not_trained_on(text, tmp_path):
     train = text / "train.txt"
     train.write_text(train.read_text().replace("w3", "w4", 1))
     for use in (resume, trained):
-        with pytest.raises(UsageError, match="the data are not those that the run began with"):
+        with pytest.raises(UsageError, match="the data have changed since the run started"):
             use(run.folder)
 
 

@@ -38,7 +38,7 @@ def test_a_series_stopped_anywhere_goes_on_where_it_was(text, tmp_path, monkeypa
     assert (tmp_path / "cut" / "seed-6").is_dir()
     assert not (tmp_path / "cut" / "seed-6" / "result.json").exists()
     assert not (tmp_path / "cut" / "seed-7").exists()
-    with pytest.raises(UsageError, match="holds a run with another steps; expected the same, or a new folder"):
+    with pytest.raises(UsageError, match="holds a run with another steps; use the same values or a new folder"):
         seeds.train(EXPERIMENT, tiny(text, seeds=3, seed=5, steps=9), tmp_path / "cut")
     again = seeds.train(*opened(tmp_path / "cut"), tmp_path / "cut")
     for one, other in zip(again.runs, whole.runs, strict=True):

@@ -1,6 +1,7 @@
-"""What attention costs, and what becomes of it when the exponential is replaced.
+"""The cost of attention, and the effect of replacing the exponential.
 
-L tokens, D width of a head, d width of the model, h heads, K degree, M features.
+L is the number of tokens, D the head dimension, d the model dimension, h the number of heads, K the degree and M the
+number of features.
 """
 
 from subquad_lab.theory.attention import costs, features, kernels

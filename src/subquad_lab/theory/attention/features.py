@@ -1,4 +1,4 @@
-"""Features whose product is the exponential, or nearly.
+"""Feature maps whose inner product is the exponential, exactly or approximately.
 
 series     phi(q).phi(k) = 1 + q.k + ... + (q.k)^K / K!         M = C(D + K, K) monomials
 random     phi(q).phi(k) = exp(q.k) on average                  m draws x ~ N(0, I), exp(x.y - |y|^2/2) / sqrt(m)
@@ -27,7 +27,7 @@ from subquad_lab.theory.inputs import ROUNDING, distance, farthest, normal
 
 
 def monomials(width: int, degree: int) -> list[tuple[int, ...]]:
-    """The exponents of all monomials of up to this degree, one by one."""
+    """Enumerate the exponents of all monomials up to this degree."""
     found = []
     for power in range(degree + 1):
         for variables in combinations_with_replacement(range(width), power):
@@ -48,7 +48,7 @@ def diagonal_count(width: int, degree: int) -> int:
 
 
 def monomial_weight(exponents: tuple[int, ...]) -> float:
-    """What a monomial of q times the same of k counts for."""
+    """Return the coefficient of a monomial of q times the same monomial of k."""
     return 1 / math.prod(math.factorial(k) for k in exponents)
 
 
@@ -57,11 +57,13 @@ def series(x: Tensor, degree: int) -> Tensor:
 
 
 @claim(
-    4, "The truncated Maclaurin series of exp(q.k) is a product of features: all monomials, cross terms among them, "
+    4, "The truncated Maclaurin series of exp(q.k) is an inner product of features: all monomials, including cross "
+       "terms, "
     "with weights 1 / sqrt(product of factorials of the exponents).",
     r"\phi(q) \cdot \phi(k) = \sum_{n \le K} \frac{(q \cdot k)^n}{n!}, \quad M = \binom{D + K}{K}, \quad "
     r"M = 1 + D + \frac{D (D + 1)}{2} \text{ for } K = 2",
-    "M = K D + 1 features do, the powers of each variable alone; or (sum a)^2 <= sum a^2 by Cauchy-Schwarz.",
+    "M = K D + 1 features suffice, the powers of each variable without cross terms; or (sum a)^2 <= sum a^2 by "
+    "Cauchy-Schwarz.",
 )  # fmt: skip
 def maclaurin(setting: Setting) -> Finding:
     width, degree = setting.of(3, 5, 8), 4
@@ -81,37 +83,40 @@ def maclaurin(setting: Setting) -> Finding:
         [
             equal(f"monomials of degree {degree} at width {width}, enumerated", len(set(exponents)),
                   feature_count(width, degree)),
-            equal("features that the library makes", of_q.shape[-1], feature_count(width, degree)),
-            equal("the same of degree 2, width 64", Taylor(2)(torch.ones(1, 64)).shape[-1],
+            equal("features of the library", of_q.shape[-1], feature_count(width, degree)),
+            equal("features of the library, degree 2, width 64", Taylor(2)(torch.ones(1, 64)).shape[-1],
                   feature_count_of_degree_2(64)),
-            at_most("library's features from the series", of_library, ROUNDING),
-            at_most("enumerated monomials with their weights from the series", distance(by_hand, wanted), ROUNDING),
-            at_most("(sum a)^2 by D sum a^2, over 1,000 vectors", float(shares.max()) / width, 1.0),
-            equal("the monomials, by the count of the diagonal map", len(set(exponents)),
-                  diagonal_count(width, degree), mistake=True),
-            at_most("diagonal map from the series", of_diagonal, ROUNDING, mistake=True),
-            at_most("(sum a)^2 by sum a^2, of ones", float(ones.sum() ** 2 / (ones**2).sum()), 1.0, mistake=True),
+            at_most("features of the library, relative deviation from the series", of_library, ROUNDING),
+            at_most("weighted monomials, relative deviation from the series", distance(by_hand, wanted), ROUNDING),
+            at_most("(sum a)^2 / (D sum a^2), maximum over 1,000 vectors", float(shares.max()) / width, 1.0),
+            equal("monomials, compared to K D + 1", len(set(exponents)), diagonal_count(width, degree), mistake=True),
+            at_most("diagonal map, relative deviation from the series", of_diagonal, ROUNDING, mistake=True),
+            at_most("(sum a)^2 / sum a^2 for a vector of ones", float(ones.sum() ** 2 / (ones**2).sum()), 1.0,
+                    mistake=True),
         ],
         [
-            "(q.k)^n is a sum over all ways to choose n of the D products q_i k_i, in order.",
-            "The monomial with exponents k_1 ... k_D is chosen n! / (k_1! ... k_D!) times; n! cancels.",
-            "So each monomial of q, times the same of k, counts 1 / (k_1! ... k_D!).",
+            "(q.k)^n is a sum over all ordered choices of n of the D products q_i k_i.",
+            "The monomial with exponents k_1 ... k_D occurs n! / (k_1! ... k_D!) times; n! cancels.",
+            "Each monomial of q times the same monomial of k therefore has the coefficient 1 / (k_1! ... k_D!).",
             f"Enumerated: {len(set(exponents)):,} monomials of degree up to {degree} in {width} variables; "
             f"C({width} + {degree}, {degree}) = {feature_count(width, degree):,}.",
-            "Of degree 2 they are 1, the D variables, their D squares and the D (D - 1) / 2 products of two: at width "
-            f"64, {feature_count_of_degree_2(64):,}.",
-            f"Features of the library meet the series to {small(of_library)}.",
-            f"The diagonal map has {diagonal_count(width, degree)} features and drops every q_i k_i q_j k_j: off by "
+            "For degree 2 they are 1, the D variables, their D squares and the D (D - 1) / 2 products of two "
+            "variables: "
+            f"{feature_count_of_degree_2(64):,} at width 64.",
+            f"The features of the library agree with the series to {small(of_library)}.",
+            f"The diagonal map has {diagonal_count(width, degree)} features and drops every q_i k_i q_j k_j; its "
+            "error is "
             f"{of_diagonal:.1%}.",
-            f"That dropping them is harmless is argued by (sum a)^2 <= sum a^2; for {width} ones it is {width**2} "
-            f"against {width}. Cauchy-Schwarz has a factor D: (sum a)^2 <= D sum a^2.",
+            f"The inequality (sum a)^2 <= sum a^2 would justify this, but for {width} ones it reads {width**2} <= "
+            f"{width}. "
+            "Cauchy-Schwarz has a factor D: (sum a)^2 <= D sum a^2.",
         ],
         lambda: error_by_degree(setting),
     )  # fmt: skip
 
 
 def error_by_degree(setting: Setting) -> bytes:
-    """Of the output of attention, against exact attention, for logits of several sizes."""
+    """Plot the relative error of attention by degree, for several logit ranges."""
     figure, (axes,) = axes_of(1)
     for spread in (0.25, 0.5, 1.0, 1.5):
         q, k, v = normal(3, 1, 128, 8, seed=setting.seed)
@@ -128,21 +133,21 @@ def error_by_degree(setting: Setting) -> bytes:
     return svg(figure)
 
 
-# --- 5: the normaliser --------------------------------------------------------------------------------------------
+# --- 5: the normalizer --------------------------------------------------------------------------------------------
 
 
-def normalised(weights: Tensor, values: Tensor) -> Tensor:
-    """D^-1 A V, D the diagonal of the row sums."""
+def normalized(weights: Tensor, values: Tensor) -> Tensor:
+    """Return D^-1 A V, where D is the diagonal matrix of the row sums of A."""
     return weights @ values / weights.sum(-1, keepdim=True)
 
 
 @claim(
-    5, "Softmax attention is exp(Q K^T) V with each row divided by the sum of its weights; where features make the "
-    "weights, the sum must be made of the same features.",
+    5, "Softmax attention is exp(Q K^T) V with each row divided by the sum of its weights; if the weights come from "
+    "features, the sum must come from the same features.",
     r"\mathrm{softmax}(Q K^T) V = D^{-1} A V, \quad A = \exp(Q K^T), \; D = \mathrm{diag}(A \mathbf{1})",
-    "The sum of the exact weights will do; or rows are multiplied by D.",
+    "The sum of the exact weights can be used; or rows are multiplied by D.",
 )  # fmt: skip
-def normaliser(setting: Setting) -> Finding:
+def normalizer(setting: Setting) -> Finding:
     length, width = setting.of(16, 32, 64), 4
     q, k, v = normal(3, length, width, seed=setting.seed, spread=0.8)
     exact = (q @ k.mT).exp()
@@ -154,37 +159,43 @@ def normaliser(setting: Setting) -> Finding:
     softmax = (q @ k.mT).softmax(-1) @ v
     return Finding(
         [
-            at_most("D^-1 A V from softmax", distance(normalised(exact, v), softmax), ROUNDING),
-            at_most("D^-1 A V of features from the library", distance(normalised(featured, v), own), ROUNDING),
-            at_most("sums of the weights of features from 1", farthest(normalised(featured, ones), 1), ROUNDING),
-            at_most("the same with the exact normaliser", farthest(crossed, 1), 0.01, mistake=True),
-            at_most("D A V from softmax", distance(times, softmax), 0.01, mistake=True),
+            at_most("D^-1 A V, relative deviation from softmax "
+                    "attention", distance(normalized(exact, v), softmax), ROUNDING),
+            at_most("D^-1 A V with features, relative deviation from the "
+                    "library", distance(normalized(featured, v), own),
+                    ROUNDING),
+            at_most("row sums with features, deviation from 1", farthest(normalized(featured, ones), 1), ROUNDING),
+            at_most("the same with the exact normalizer", farthest(crossed, 1), 0.01, mistake=True),
+            at_most("D A V, relative deviation from softmax attention", distance(times, softmax), 0.01, mistake=True),
         ],
         [
-            "Row i of softmax is exp(q_i.k_j) / sum_j exp(q_i.k_j): row i of A by the i-th entry of A 1.",
-            f"Checked with L = {length}, D = {width}: to {small(distance(normalised(exact, v), softmax))}.",
-            "Weights of a series of degree 2 have other sums. Divided by their own, each row sums to 1; divided by the "
-            f"exact sums, rows sum to {float(crossed.min()):.3f} ... {float(crossed.max()):.3f}.",
-            f"Rows multiplied by D instead of divided are {distance(times, softmax):,.0f} times too large.",
+            "Row i of the softmax is exp(q_i.k_j) / sum_j exp(q_i.k_j): row i of A divided by entry i of A 1.",
+            f"For L = {length}, D = {width}, both agree to {small(distance(normalized(exact, v), softmax))}.",
+            "The weights of a series of degree 2 have other row sums. Divided by their own sums, rows sum to 1; "
+            "divided by "
+            f"the exact sums, rows sum to {float(crossed.min()):.3f} ... {float(crossed.max()):.3f}.",
+            f"Multiplying rows by D instead of dividing gives a relative error of {distance(times, softmax):,.0f}.",
         ],
     )  # fmt: skip
 
 
 # --- 6: the order of the products ---------------------------------------------------------------------------------
 
-REASSOCIATED: list[Term] = [(1, 1, 1), (1, 1, 0)]  # L, M, D; the second is the normaliser's
+REASSOCIATED: list[Term] = [(1, 1, 1), (1, 1, 0)]  # L, M, D; the second is the normalizer's
 AS_WRITTEN: list[Term] = [(2, 0, 1), (2, 0, 0)]
 
 
 def linear_crossover(features: int, width: int) -> int:
-    """The shortest length at which phi(Q) (phi(K)^T V), with its normaliser, takes less work than exact attention."""
+    """Return the shortest length at which phi(Q) (phi(K)^T V), with its normalizer, needs fewer FLOPs than exact."""
     return features * (width + 1) // width + 1
 
 
 @claim(
-    6, "Multiplied from the right, phi(Q) (phi(K)^T V) costs O(L M D) and gives the same numbers; it takes less work "
-    "than exact attention only for L above about M.",
-    r"\phi(Q) \left(\phi(K)^T V\right) = \left(\phi(Q) \phi(K)^T\right) V, \quad O(L M D) \text{ against } O(L^2 D), "
+    6, "Evaluated from the right, phi(Q) (phi(K)^T V) costs O(L M D) and gives the same result; it needs fewer "
+       "operations "
+    "than exact attention only if L is above about M.",
+    r"\phi(Q) \left(\phi(K)^T V\right) = \left(\phi(Q) \phi(K)^T\right) V, \quad O(L M D) \text{ instead of } O(L^2 "
+    r"D), "
     r"\quad L > M \left(1 + \frac{1}{D}\right)",
 )  # fmt: skip
 def reassociated(setting: Setting) -> Finding:
@@ -207,23 +218,27 @@ def reassociated(setting: Setting) -> Finding:
     before, after = (work_of_taylor_by_exact(length, 16) for length in (turn - 1, turn))
     return Finding(
         [
-            at_most("library's linear form from its quadratic one", apart, ROUNDING),
-            at_most(f"counted work of the linear form from {written(REASSOCIATED, 'LMD', factors)}", of_linear, 1e-6),
-            at_most(f"of the quadratic one from {written(AS_WRITTEN, 'LMD', its_factors)}", of_quadratic, 1e-6),
-            equal("library's crossover, width 64, degree 2", found, linear_crossover(features, 64)),
-            at_least(f"width 16, L = {turn - 1}: counted work by that of exact attention", before, 1.0),
-            at_most(f"width 16, L = {turn}: the same", after, 0.9999),
+            at_most("linear form, relative deviation from the quadratic form", apart, ROUNDING),
+            at_most("counted FLOPs of the linear form, relative deviation from "
+                    f"{written(REASSOCIATED, 'LMD', factors)}",
+                    of_linear, 1e-6),
+            at_most(f"counted FLOPs of the quadratic form, relative deviation from "
+                    f"{written(AS_WRITTEN, 'LMD', its_factors)}", of_quadratic, 1e-6),
+            equal("`crossover` of the library, width 64, degree 2", found, linear_crossover(features, 64)),
+            at_least(f"counted FLOPs / FLOPs of exact attention, width 16, L = {turn - 1}", before, 1.0),
+            at_most(f"the same, L = {turn}", after, 0.9999),
         ],
         [
-            "A product of three matrices does not depend on where it begins; its cost does.",
-            "From the left, weights are L x L. A weight is a series in q.k, so the library needs no features for it: "
-            f"counted, {written(AS_WRITTEN, 'LMD', its_factors)}.",
-            "From the right, phi(K)^T V is M x D, whatever L is: 2 L M D, as much again for the queries, and the "
-            f"normaliser is one more column. Counted: {written(REASSOCIATED, 'LMD', factors)}.",
-            f"Both forms agree to {small(apart)}, over {len(set(sizes))} shapes.",
-            "Exact attention takes 4 L^2 D. 4 L M (D + 1) is less once L > M (1 + 1/D).",
-            f"At D = 64 and degree 2, M = {features:,}: from L = {linear_crossover(features, 64):,}. The library says "
-            f"{found:,}.",
+            "The product of three matrices does not depend on the order of evaluation; its cost does.",
+            "From the left, the weights are L x L. A weight is a series in q.k, so the library computes it without "
+            f"features. Counted: {written(AS_WRITTEN, 'LMD', its_factors)} operations.",
+            "From the right, phi(K)^T V is M x D, independent of L. It needs 2 L M D operations, the product with "
+            "phi(Q) as "
+            f"many again, and the normalizer is one more column. Counted: {written(REASSOCIATED, 'LMD', factors)}.",
+            f"Both forms agree to {small(apart)} over {len(set(sizes))} shapes.",
+            "Exact attention needs 4 L^2 D operations; 4 L M (D + 1) is less if L > M (1 + 1/D).",
+            f"At D = 64 and degree 2, M = {features:,}, so the linear form needs fewer operations from L = "
+            f"{linear_crossover(features, 64):,} on. `crossover` returns {found:,}.",
         ],
         lambda: cost_curves(found),
     )  # fmt: skip
@@ -246,20 +261,20 @@ def cost_curves(found: int) -> bytes:
     }
     for name, work in forms.items():
         axes.loglog(lengths, [work(n) for n in lengths], "o-", markersize=3, label=name)
-    axes.axvline(found, color="grey", linestyle=":", label=f"crossover of Taylor, L = {found:,}")
-    axes.set(xlabel="tokens", ylabel="operations of a head of width 64")
+    axes.axvline(found, color="gray", linestyle=":", label=f"crossover with Taylor, L = {found:,}")
+    axes.set(xlabel="tokens", ylabel="FLOPs of a head of width 64")
     axes.legend(fontsize="small")
     return svg(figure)
 
 
 # --- 8: random features -------------------------------------------------------------------------------------------
 
-ROWS = 40_000  # draws of x, shared out to estimates
-DIRECTIONS = 16  # in which pairs of q and k are turned, so that one draw is seen from many sides
+DRAWS = 40_000  # of x, divided among the estimates
+DIRECTIONS = 16  # of the pairs q and k, so that each draw is used several times
 
 
 def pairs(norm_of_sum: float, cosine: float, width: int, seed: int) -> tuple[Tensor, Tensor]:
-    """q and k (directions, width) of equal length, with this cosine between them, whose sum has this norm."""
+    """Return q and k (directions, width) of equal norm, with this cosine and this norm of their sum."""
     first, second = normal(2, DIRECTIONS, width, seed=seed)
     q = first / first.norm(dim=-1, keepdim=True)
     across = second - (second * q).sum(-1, keepdim=True) * q
@@ -269,24 +284,24 @@ def pairs(norm_of_sum: float, cosine: float, width: int, seed: int) -> tuple[Ten
 
 
 def kernel(q: Tensor, k: Tensor) -> float:
-    """What the features estimate without bias, for pairs that differ in their direction alone."""
+    """Return exp(q.k), which is the same for all pairs."""
     return float((q[0] @ k[0]).exp())
 
 
 def estimate_variance(q: Tensor, k: Tensor, count: int) -> float:
-    """Of the estimate of exp(q.k) by independent positive features."""
+    """Return the variance of the estimate of exp(q.k) by `count` independent positive features."""
     return float((2 * q[0] @ k[0]).exp() * torch.expm1((q[0] + k[0]).square().sum()) / count)
 
 
-def drawn(rows: int, width: int, seed: int, orthogonal: bool, of_all: int = ROWS) -> Tensor:
-    """Matrices (draws, rows, width) by the library, whose orthogonal rows come in blocks of the width."""
+def drawn(rows: int, width: int, seed: int, orthogonal: bool, of_all: int = DRAWS) -> Tensor:
+    """Draw matrices (draws, rows, width) with the library, whose orthogonal rows come in blocks of `width`."""
     block = -(-rows // width) * width if orthogonal else rows
     matrix = RandomFeatures(of_all // block * block, orthogonal=orthogonal).redraw(seed).draw(width)
     return matrix.reshape(-1, block, width)[:, :rows]
 
 
 def estimates(q: Tensor, k: Tensor, matrices: Tensor, kind: Any) -> Tensor:
-    """phi(q).phi(k) by the library's features: (draws, directions)."""
+    """Return phi(q).phi(k) with the library's features, (draws, directions)."""
     rows = matrices.shape[1]
     method = RandomFeatures(rows if kind == "positive" else 2 * rows, kind=kind)
     (a, s), (b, t) = (method.features(x, matrices) for x in (q, k))
@@ -294,7 +309,7 @@ def estimates(q: Tensor, k: Tensor, matrices: Tensor, kind: Any) -> Tensor:
 
 
 def bias(found: Tensor, wanted: float) -> float:
-    """The largest over the directions, in standard errors."""
+    """Return the largest bias over the directions, in standard errors."""
     return float(((found.mean(0) - wanted).abs() / (found.std(0) / math.sqrt(len(found)))).max())
 
 
@@ -319,9 +334,9 @@ def orthogonal_gain(apart: float) -> float:
 
 
 @claim(
-    8, "exp(q.k) is the mean of exp(x.q - |q|^2/2) exp(x.k - |k|^2/2) over normal x: m draws estimate it without "
-    "bias, with a variance that falls as 1/m and grows as exp(|q+k|^2). Orthogonal draws help where norms are small, "
-    "not always.",
+    8, "exp(q.k) is the mean of exp(x.q - |q|^2/2) exp(x.k - |k|^2/2) over normal x: the estimate from m draws is "
+    "unbiased, with a variance that falls as 1/m and grows as exp(|q+k|^2). Orthogonal draws reduce the variance for "
+    "small norms, but not always.",
     r"e^{q \cdot k} = e^{-|q|^2/2} \, \mathbb{E}\left[e^{x \cdot q} e^{x \cdot k}\right] e^{-|k|^2/2}, \quad "
     r"\mathrm{Var} = \frac{e^{2 q \cdot k} \left(e^{|q+k|^2} - 1\right)}{m}",
 )  # fmt: skip
@@ -333,7 +348,7 @@ def random_features(setting: Setting) -> Finding:
         found = estimates(q, k, drawn(4, width, seed, orthogonal=False), "positive")
         ratio = float(found.var(0).mean()) / estimate_variance(q, k, 4)
         checks.append(at_most(f"bias at |q+k| = {norm}, in standard errors", bias(found, kernel(q, k)), 6.0))
-        checks.append(equal(f"variance at |q+k| = {norm} by the formula", ratio, 1, within=0.15))
+        checks.append(equal(f"variance at |q+k| = {norm} / formula", ratio, 1, within=0.15))
         lines.append(f"|q+k| = {norm}, q.k = {float(q[0] @ k[0]):.2f}: mean {float(found.mean()):.4f} of "
                      f"{kernel(q, k):.4f}, variance {ratio:.3f} times the formula.")  # fmt: skip
     q, k = pairs(0.5, 0.5, width, seed)
@@ -347,32 +362,36 @@ def random_features(setting: Setting) -> Finding:
     return Finding(
         [
             *checks,
-            equal("variance of 2 features by that of 32", few / many, 32 / 2, within=0.15),
+            equal("variance of 2 features / variance of 32", few / many, 32 / 2, within=0.15),
             at_most("bias of orthogonal draws at |q+k| = 0.5, in standard errors", bias(turned, kernel(q, k)), 6.0),
-            at_least("their gain: squared error of independent draws by theirs", helped, 1.02),
-            *(equal(f"gain of trigonometric features at width 4, |q-k| = {apart}", found,
+            at_least("squared error of independent draws / of orthogonal draws", helped, 1.02),
+            *(equal(f"the same for trigonometric features at width 4, |q-k| = {apart}", found,
                     orthogonal_gain(apart), within=0.03) for apart, found in gains.items()),
-            at_most("the last, which is a loss", gains[3.5], 0.999),
+            at_most("the last ratio: orthogonal draws are worse there", gains[3.5], 0.999),
         ],
         [
-            "E[exp(x.y)] = exp(|y|^2/2) for x ~ N(0, I). With y = q + k, |q+k|^2 = |q|^2 + |k|^2 + 2 q.k, so that "
+            "E[exp(x.y)] = exp(|y|^2/2) for x ~ N(0, I). With y = q + k, |q+k|^2 = |q|^2 + |k|^2 + 2 q.k, so "
             "E[exp(x.q) exp(x.k)] exp(-|q|^2/2 - |k|^2/2) = exp(q.k).",
-            "The square of one estimate has the mean exp(2|q+k|^2 - |q|^2 - |k|^2) = exp(2 q.k + |q+k|^2); less the "
-            "squared mean, exp(2 q.k), and divided by m, that is the variance.",
+            "The square of one estimate has the mean exp(2|q+k|^2 - |q|^2 - |k|^2) = exp(2 q.k + |q+k|^2). "
+            "Subtracting the "
+            "squared mean, exp(2 q.k), and dividing by m gives the variance.",
             *lines,
             f"2 features have {few / many:.1f} times the variance of 32.",
-            f"Orthogonal draws are without bias too, and at |q+k| = 0.5 have {helped:.2f} times less squared error.",
-            "Trigonometric features are cosines of x.z, z = q - k. At width 4 the product of two of them is exp(-s) "
-            "(1 - s + s^2/6) on average for orthogonal draws and exp(-2 s) for independent ones, s = |z|^2/2: less "
-            f"where z is short, and more around 3.5. Where |q-k| = 1 the squared error is {gains[1.0]:.2f} times less, "
-            f"where it is 3.5 it is {gains[3.5]:.3f} times less, which is more.",
+            f"Orthogonal draws are unbiased too. At |q+k| = 0.5, independent draws have {helped:.2f} times their "
+            "squared "
+            "error.",
+            "Trigonometric features are cosines of x.z, z = q - k. At width 4, the product of two of them has the mean "
+            "exp(-s) (1 - s + s^2/6) for orthogonal draws and exp(-2 s) for independent draws, s = |z|^2/2: smaller "
+            "if z is "
+            "short, and larger if |z| is about 3.5. Compared to independent draws, orthogonal draws have "
+            f"{1 / gains[1.0]:.2f} times the squared error at |q-k| = 1, and {1 / gains[3.5]:.3f} times at 3.5.",
         ],
         lambda: error_by_features(setting),
     )  # fmt: skip
 
 
 def error_by_features(setting: Setting) -> bytes:
-    """Root mean square, relative, of the kernel at |q+k| = 1, width 16."""
+    """Plot the relative RMS error of the kernel at |q+k| = 1, width 16, by number of features."""
     figure, (axes,) = axes_of(1)
     q, k = pairs(1.0, 0.5, 16, setting.seed)
     counts = [8, 16, 32, 64, 128, 256]

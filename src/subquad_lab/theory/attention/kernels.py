@@ -1,8 +1,8 @@
-"""Weights that are not the exponential's, and one that is, on vectors of a kind.
+"""Attention weights other than exponentials, and softmax attention on special vectors.
 
 separable      W = softmax_D(Q) softmax_L(K)^T     rows are distributions, rank at most D
 without exp    Q (K^T V) = (Q K^T) V               weights of both signs
-copying        x1 = d + b, x2 = a, x3 = c + d      each attends to itself, the more the longer a, b, c, d are
+copying        x1 = d + b, x2 = a, x3 = c + d      each attends to itself, more so the longer a, b, c, d are
 """
 
 import math
@@ -23,7 +23,7 @@ LENGTHS = (512, 768, 1024)
 
 
 def weights_of(q: Tensor, k: Tensor, method: Any) -> Tensor:
-    """The matrix (L, L) by which a method weighs values: what it makes of the unit vectors."""
+    """Return the weight matrix (L, L) of a method: its output for unit vectors as values."""
     identity = torch.eye(k.shape[-2], dtype=k.dtype)
     return subquad.attention(q[None], k[None], identity[None], scale=1.0, method=method)[0]
 
@@ -34,13 +34,14 @@ SEPARABLE_TIME: list[Term] = [(1, 2), (1, 1)]  # L, D
 
 
 def separable_rank(length: int, width: int) -> int:
-    """The most that its weight matrix can have."""
+    """Return the largest possible rank of the weight matrix."""
     return min(length, width)
 
 
 @claim(
-    7, "Separable attention, softmax of queries over the width and of keys over the tokens, has rows that are "
-    "distributions and costs O(L D^2); but its weight matrix has rank D at most, that of softmax attention up to L.",
+    7, "Separable attention applies softmax to the queries over the width and to the keys over the tokens. Its weight "
+       "rows "
+    "are distributions and it costs O(L D^2), but its weight matrix has rank at most D, not up to L.",
     r"W = \mathrm{softmax}_D(Q) \, \mathrm{softmax}_L(K)^T, \quad W \mathbf{1} = \mathbf{1}, \quad "
     r"\mathrm{rank}\, W \le D",
 )  # fmt: skip
@@ -57,23 +58,26 @@ def separable(setting: Setting) -> Finding:
     of_time, factors = misfit(SEPARABLE_TIME, sizes, works)
     return Finding(
         [
-            at_most("library's weights from the formula", distance(weights, by_hand), ROUNDING),
+            at_most("weights of the library, relative deviation from the "
+                    "formula", distance(weights, by_hand), ROUNDING),
             at_least("smallest weight", float(weights.min()), 0.0),
-            at_most("sums of rows from 1", farthest(weights.sum(-1), 1), ROUNDING),
-            at_most(f"counted work of the library from {written(SEPARABLE_TIME, 'LD', factors)}", of_time, 1e-6),
+            at_most("row sums, deviation from 1", farthest(weights.sum(-1), 1), ROUNDING),
+            at_most(f"counted FLOPs, relative deviation from {written(SEPARABLE_TIME, 'LD', factors)}", of_time, 1e-6),
             equal(f"rank, L = {length}, D = {width}", rank, separable_rank(length, width)),
             at_least("rank of softmax attention", exact_rank, 3 * width),
         ],
         [
             "Each row of softmax(Q) sums to 1 over D; each column of softmax(K) sums to 1 over L.",
-            "So a row of the product is a mean of D distributions over the tokens: it is one too.",
-            f"Smallest weight {float(weights.min()):.1g}, sums of rows off by at most "
+            "A row of the product is thus a weighted mean of D distributions over the tokens, and a distribution "
+            "itself.",
+            f"The smallest weight is {float(weights.min()):.1g}; row sums deviate from 1 by at most "
             f"{small(farthest(weights.sum(-1), 1))}.",
-            "Multiplied from the right, the keys meet the values first: D x D numbers, whatever L is. Counted, L = "
+            "Evaluated from the right, the product of keys and values has D x D numbers, independent of L. Counted "
+            "for L = "
             f"{LENGTHS[0]} to {LENGTHS[-1]:,}: {written(SEPARABLE_TIME, 'LD', factors)} operations.",
-            "A product of an L x D and a D x L matrix has rank D at most: D different rows, mixed.",
-            f"Measured at L = {length}, D = {width}: rank {rank}; softmax attention of the same queries and keys has "
-            f"{exact_rank}.",
+            "The product of an L x D and a D x L matrix has rank at most D.",
+            f"Measured at L = {length}, D = {width}: rank {rank}; softmax attention with the same queries and keys has "
+            f"rank {exact_rank}.",
         ],
     )  # fmt: skip
 
@@ -85,9 +89,10 @@ WITHOUT_LEFT: list[Term] = [(2, 1), (2, 0)]
 
 
 @claim(
-    9, "Without the exponential, q (K^T V) costs O(L D^2); as written, (q K^T) V is O(L^2 D). About half of the "
-    "weights are negative, so their sum can vanish and cannot serve as a normaliser.",
-    r"Q (K^T V) = (Q K^T) V, \quad O(L D^2) \text{ against } O(L^2 D)",
+    9, "Without the exponential, Q (K^T V) costs O(L D^2) instead of O(L^2 D) for (Q K^T) V. About half of the "
+       "weights are "
+    "negative, so their sum can vanish and cannot serve as a normalizer.",
+    r"Q (K^T V) = (Q K^T) V, \quad O(L D^2) \text{ instead of } O(L^2 D)",
 )  # fmt: skip
 def without_exponential(setting: Setting) -> Finding:
     sizes, right, left, apart = list(product(LENGTHS, (4, 8, 16))), [], [], 0.0
@@ -110,22 +115,26 @@ def without_exponential(setting: Setting) -> Finding:
     inside = float(subquad.attention(q, k, v, scale=1.0, method=Exact()).abs().max() / v.abs().max())
     return Finding(
         [
-            at_most("both orders of the library from q (K^T V)", apart, ROUNDING),
-            at_most(f"its counted work from the right from {written(WITHOUT_RIGHT, 'LD', factors)}", of_right, 1e-6),
-            at_most(f"from the left from {written(WITHOUT_LEFT, 'LD', factors_of_left)}", of_left, 1e-6),
-            equal("share of negative weights", negative, 0.5, within=0.1),
-            at_least("largest output by the largest value, divided by the sum of the weights", outside, 10.0),
+            at_most("both orders of the library, relative deviation from Q (K^T V)", apart, ROUNDING),
+            at_most(f"counted FLOPs from the right, relative deviation from {written(WITHOUT_RIGHT, 'LD', factors)}",
+                    of_right, 1e-6),
+            at_most("counted FLOPs from the left, relative deviation from "
+                    f"{written(WITHOUT_LEFT, 'LD', factors_of_left)}",
+                    of_left, 1e-6),
+            equal("fraction of negative weights", negative, 0.5, within=0.1),
+            at_least("largest output / largest value, if divided by the sum of the weights", outside, 10.0),
             at_most("the same with the exponential", inside, 1.0),
         ],
         [
-            "K^T V is D x D; making it takes 2 L D^2, and reading it with L queries as much again.",
-            f"Counted: {written(WITHOUT_RIGHT, 'LD', factors)} from the right, "
-            f"{written(WITHOUT_LEFT, 'LD', factors_of_left)} from the left; equal to {small(apart)}.",
-            "For inputs without a preferred direction q.k is positive as often as negative: "
+            "K^T V is D x D. Computing it needs 2 L D^2 operations, and multiplying it with L queries as many again.",
+            f"Counted: {written(WITHOUT_RIGHT, 'LD', factors)} operations from the right, "
+            f"{written(WITHOUT_LEFT, 'LD', factors_of_left)} from the left; the results agree to {small(apart)}.",
+            "For inputs without a preferred direction, q.k is positive as often as negative: "
             f"{negative:.2%} of {length:,} x {length:,} weights are negative.",
-            "So the weights of a row nearly cancel, and in some rows their sum nearly vanishes.",
-            f"Divided by it, an output is not a mean of values: the largest is {outside:,.0f} times the largest value.",
-            f"exp(q.k) is positive and nothing cancels: the largest output is {inside:.2f} of the largest value.",
+            "The weights of a row therefore nearly cancel, and in some rows their sum nearly vanishes.",
+            f"Divided by this sum, an output is not a mean of values: the largest is {outside:,.0f} times the largest "
+            "value.",
+            f"exp(q.k) is positive, so nothing cancels: the largest output is {inside:.2f} times the largest value.",
         ],
     )  # fmt: skip
 
@@ -134,7 +143,7 @@ def without_exponential(setting: Setting) -> Finding:
 
 
 def copied_weight(size: float) -> tuple[float, float]:
-    """w11 = w33, and w22, for orthogonal vectors of norm B."""
+    """Return w11 = w33 and w22 for orthogonal vectors of norm B."""
     once, twice = math.exp(-(size**2)), math.exp(-2 * size**2)
     return 1 / (1 + once + twice), 1 / (1 + 2 * once)
 
@@ -144,16 +153,16 @@ def copied_norm(size: float) -> float:
 
 
 def shared_product(size: float) -> float:
-    """x1.x3."""
+    """Return x1.x3."""
     return size**2
 
 
 @claim(
-    10, "x1 = d + b, x2 = a, x3 = c + d with orthogonal a, b, c, d of norm B, as queries, keys and values without "
-    "scaling: attention copies each, but only as B grows.",
+    10, "With x1 = d + b, x2 = a, x3 = c + d as queries, keys and values, where a, b, c, d are orthogonal with norm B, "
+    "unscaled attention copies its inputs, but only in the limit of large B.",
     r"|x_1| = \sqrt{2} B, \quad x_1 \cdot x_3 = B^2, \quad w_{11} = w_{33} = \frac{1}{1 + e^{-B^2} + e^{-2 B^2}}, "
     r"\quad w_{22} = \frac{1}{1 + 2 e^{-B^2}}",
-    "|x1| = 2 B, as if norms added; and x1.x3 = 0, so that w11 = 1 / (1 + 2 exp(-2 B^2)).",
+    "|x1| = 2 B, as if norms added; or x1.x3 = 0, so that w11 = 1 / (1 + 2 exp(-2 B^2)).",
 )  # fmt: skip
 def copying(setting: Setting) -> Finding:
     width = setting.of(4, 8, 16)
@@ -181,20 +190,21 @@ def copying(setting: Setting) -> Finding:
                 equal("x1.x3 at B = 1", shared, 0.0, mistake=True),
                 equal("w11 at B = 1", w11, without_shared, mistake=True),
             ]
-        lines.append(f"B = {size}: w11 = {w11:.4f}, w22 = {w22:.4f}, output off by {errors[-1]:.2g}.")
+        lines.append(f"B = {size}: w11 = {w11:.4f}, w22 = {w22:.4f}, relative error of the copy {errors[-1]:.2g}.")
     return Finding(
         [
             *checks,
-            at_most("copies at B = 3, relative error", errors[-1], 1e-3),
-            at_least("at B = 0.5", errors[0], 0.1),
+            at_most("relative deviation of the output from the input at B = 3", errors[-1], 1e-3),
+            at_least("the same at B = 0.5", errors[0], 0.1),
             *mistakes,
         ],
         [
-            "d and b are orthogonal: |d + b|^2 = |d|^2 + |b|^2 = 2 B^2, so |x1| is 1.4142 at B = 1, not 2.",
-            "x1 and x3 share d: x1.x3 = d.d = B^2; x1.x2 = 0 and x1.x1 = 2 B^2.",
+            "d and b are orthogonal, so |d + b|^2 = |d|^2 + |b|^2 = 2 B^2, and |x1| is 1.4142 at B = 1, not 2.",
+            "x1 and x3 share d: x1.x3 = d.d = B^2, x1.x2 = 0 and x1.x1 = 2 B^2.",
             "Divided by exp(2 B^2), the weights of x1 are 1, exp(-2 B^2) and exp(-B^2).",
-            "x2.x2 = B^2, and x2 is orthogonal to the others: 1, and exp(-B^2) twice.",
+            "x2.x2 = B^2, and x2 is orthogonal to the others, so its weights divided by exp(B^2) are 1 and twice "
+            "exp(-B^2).",
             *lines,
-            f"With x1.x3 = 0 one would expect w11 = {without_shared:.4f} at B = 1.",
+            f"x1.x3 = 0 would give w11 = {without_shared:.4f} at B = 1.",
         ],
     )  # fmt: skip
