@@ -24,8 +24,8 @@ demo: .venv/installed ## run the whole lab in a few minutes: plan, theory, four 
 
 # The tests are small: two at a time with one thread each take half as long as one at a time with two threads.
 test: export OMP_NUM_THREADS = 1
-test: .venv/installed ## run all tests
-	@$(BIN)/python -m pytest -n 2 --dist worksteal
+test: .venv/installed ## run all tests, and list the ten slowest
+	@$(BIN)/python -m pytest -n 2 --dist worksteal --durations=10
 
 lint: .venv/installed ## run ruff, mypy and clang-format
 	@$(BIN)/ruff check .

@@ -1,13 +1,22 @@
 """What the tests of all commands need."""
 
+import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from small_runs import SPEECH_OPTIONS, write_digits, write_text
 from subquad_lab.cli import main
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_waiting_for_the_disk() -> Iterator[None]:
+    """Small runs would wait for it most of their time. No test cuts the power; those that kill a process start one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda handle: None)
+        yield
 
 
 @pytest.fixture
