@@ -18,7 +18,7 @@ def test_the_script_writes_a_page_and_its_data(multipole: Any, smollm2: Any, tmp
     monkeypatch.setattr(multipole, "load", smollm2)
     multipole.main(["--quick"])
     page, data = next(tmp_path.glob("*.md")).read_text(), json.loads(next(tmp_path.glob("*.json")).read_text())
-    assert "## Against SDPA" in page and "| 1,024 |" in page
+    assert "## Compared to SDPA" in page and "| 1,024 |" in page
     assert Counter(row["table"] for row in data["rows"]) == {"Speed": 1, "Step": 1}
     assert data["rows"][0]["error"] < 0.2
 

@@ -175,7 +175,7 @@ def test_the_script_writes_a_page_its_data_and_a_picture(
     assert next(tmp_path.glob("*.svg")).read_bytes().startswith(b"<?xml")
     sections = [line for line in page.splitlines() if line.startswith("## ")]
     assert [line.partition(",")[0] for line in sections] == [
-        "## Plain text", "## Repeated text", "## Copied random tokens", "## Generated tasks", "## Quality against work",
+        "## Plain text", "## Repeated text", "## Copied random tokens", "## Generated tasks", "## Quality by cost",
     ]  # fmt: skip
     assert "| SeerAttention (published) |" in page
     texts = [row for row in data["rows"] if row["table"] == "TextScore"]

@@ -126,10 +126,10 @@ def mark_constant(function: Callable[..., Any], name: str) -> None:
 
 
 def with_fixed_sizes(tensor: Tensor) -> Tensor:
-    """Return the tensor as one whose sizes torch.compile(dynamic=True) takes for constants.
+    """Return the tensor as one whose sizes torch.compile(dynamic=True) treats as constants.
 
     This is what `torch._dynamo.mark_static` does, which would import the whole compiler. Without it, a size of a table
-    that equals the first length is taken for that length, and the program is wrong at all others.
+    that equals the first length is mistaken for that length, and the program is wrong at all others.
     """
     tensor._dynamo_static_indices = set(range(tensor.dim()))  # type: ignore[attr-defined]
     return tensor

@@ -1,8 +1,8 @@
-"""What every method answers about itself. Engines, cost, planner and lab ask here and nowhere else.
+"""The interface of methods, used by engines, cost, planner and lab.
 
-A method is a frozen value that a user can name. It says which engine computes it; a `FeatureMethod` also says how its
-features are made, what they cost and how large its error is. An object of the user's own needs only the three members
-of `FeatureMap`; `UserMap` gives it the other answers.
+A method is a frozen value that a user can name. It defines which engine computes it; a `FeatureMethod` also defines how
+its features are computed, what they cost and how large its error is. A user-defined object needs only the three members
+of `FeatureMap`; `UserMap` supplies the rest.
 
 Axes: n tokens, d width, r features.
 """

@@ -2,7 +2,7 @@
 
     out_i = sum_c softmax_c(q_i) * sum_j softmax_j(k_jc) v_j
 
-with d features, each of which has a normalizer of its own.
+with d features, each with its own normalizer.
 """
 
 from collections.abc import Iterable

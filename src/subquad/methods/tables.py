@@ -15,7 +15,7 @@ Table = TypeVar("Table", bound=Callable[..., Tensor])
 def constant(make: Table) -> Table:
     """Cache a function that makes a tensor from hashable arguments.
 
-    The tensor is made in a thread of its own: a tensor made inside torch.func or torch.compile belongs to that call and
+    The tensor is created in a separate thread: a tensor made inside torch.func or torch.compile belongs to that call and
     must not be kept for others.
     """
 

@@ -1,11 +1,10 @@
 """Route torch's own function to a method: `with subquad.sdpa("taylor"): model(x)`.
 
-    F.scaled_dot_product_attention(...)  ->  the method              where it serves the call
-                                         ->  torch's own function    elsewhere; the report says why
+    F.scaled_dot_product_attention(...)  ->  the method              if it supports the call
+                                         ->  torch's own function    otherwise; the report says why
 
-The function is exchanged in `torch.nn.functional`, where models look it up at every call, as long as a routing is
-active. What it does depends on the context: a routing is for the thread, or the task of asyncio, that began it; or for
-all of them.
+While a routing is active, the function is replaced in `torch.nn.functional`, where models look it up at every call. A
+routing applies to the thread or asyncio task that started it, or to all of them.
 """
 
 import inspect

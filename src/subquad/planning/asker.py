@@ -1,7 +1,7 @@
-"""Asker: how large the error of a method is on one call, asked as cheaply as possible.
+"""Asker: estimate the error of a method on one call as cheaply as possible.
 
-    1. by norms      Taylor's error has a bound in each row; that of random features is predicted      O(length)
-    2. a few rows    on which a method that is far off is found out
+    1. by norms      Taylor's error is bounded in each row; that of random features is predicted      O(length)
+    2. a few rows    which reveal a method that is far off
     3. all rows      that were computed exactly, with a margin for the others
 
 Axes: b batch and key heads, g query heads per key head, n queries, m keys, d width, e value width, p picked rows.
@@ -43,14 +43,14 @@ class Asker:
     norm: float  # the least that the sum of squares over all rows can be
     risk: Tensor  # (b, g, n), as `risks` returns it
     budget: float  # operations
-    reserve: float = 0.0  # the part of the budget that only Multipole may use: the likeliest in a trained model
+    reserve: float = 0.0  # the part of the budget that only Multipole may use: the most promising one in a trained model
     closest: ErrorEstimate = UNKNOWN_ERROR
     name: str = ""  # of the method that came closest
     skipped: list[str] = field(default_factory=list)  # methods that would have cost too much
     norms: dict[Any, float] = field(default_factory=dict)  # of a query and a key, by the key shift
 
     def ask(self, method: Any) -> ErrorEstimate:
-        """Return the error of a method, with a margin where it is measured; unknown where it was not asked."""
+        """Return the error of a method, with a safety margin if it is measured; unknown if it was not estimated."""
         found = UNKNOWN_ERROR
         if isinstance(method, Taylor):
             found = ErrorEstimate(sqrt(self.bound(method) / self.norm), "bound")
@@ -62,7 +62,7 @@ class Asker:
         return found
 
     def conclusion(self) -> str:
-        """Return why there was no method."""
+        """Return why no method was chosen."""
         text = f"no faster method stays within {self.max_error:g}"
         if self.name:
             text += f"; closest is {self.name}: {self.closest} (safety margin included)"

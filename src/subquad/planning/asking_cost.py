@@ -1,4 +1,4 @@
-"""What it costs to ask whether a method is accurate enough, in operations of exact attention that take as long.
+"""The cost of checking whether a method is accurate enough, in equivalent operations of exact attention.
 
     rows to pick       norms and sorting, for every query
     exact rows         rows * keys pairs

@@ -1,14 +1,14 @@
 """Auto: the cheapest method within an error budget, decided for each call; exact attention if there is none.
 
-    1. Would any approximation be faster than exact attention at this shape?             no number is looked at
-    2. Norms bound the logits of each row, and so Taylor's error in each row.            O(length * width), rigorous
-    3. A few rows are computed exactly: how large the output is, how wrong a method is.  O(rows * keys), with a margin
+    1. Would any approximation be faster than exact attention at this shape?            independent of the inputs
+    2. Norms bound the logits of each row, and thus Taylor's error in each row.         O(length * width), rigorous
+    3. A few rows are computed exactly, to estimate the output norm and the errors.     O(rows * keys), with a margin
 
-All questions together may cost a tenth of exact attention, as `asking_cost` predicts it. So a method is first tried on
-very few rows, and those that are far off on them are not asked further.
+All checks together may cost a tenth of exact attention, as predicted by `asking_cost`. A method is therefore first
+checked on very few rows, and only continues if it is not far off.
 
-The decision sees the whole call. So in a causal call the future can change which method is taken, though never what a
-method computes from the past.
+The decision depends on the whole call. In a causal call, later tokens can change which method is chosen, but never what
+a method computes from earlier tokens.
 """
 
 import logging
@@ -64,32 +64,30 @@ class Auto:
     """The cheapest method whose relative error is at most `max_error`, else exact attention; decided for each call.
 
     The candidates are `Taylor` of degree 1 to 4, hyperbolic `RandomFeatures`, and, where the native kernels compute
-    them, `Window` and `Multipole`, for logits that no map around zero can serve. In a causal call the future can change
-    which method is taken, never what a method computes.
+    them, `Window` and `Multipole`, for logits that are too large for a map around zero. In a causal call, later tokens
+    can change which method is chosen, but never what a method computes.
 
-    Where norms give a bound the promise is certain, except for rounding; where rows are sampled it is statistical, with
-    a margin: rare rows that no norm sets apart can escape it. A window is always judged by sampled rows, and leaves out
-    far keys without looking at them. If a share s of all rows depends on far keys, those rows are wrong, the error is
-    about sqrt(2 s), and r rows drawn at random miss all of them with probability (1 - s)^r. More `check_rows` make that
-    less likely; where single far keys matter, name a method instead.
+    If norms give a bound, the error budget is guaranteed up to rounding. If rows are sampled, it holds statistically,
+    with a margin: rare rows with ordinary norms can be missed. A window is always judged by sampled rows, and drops far
+    keys without inspecting them. If a fraction s of all rows depends on far keys, those rows are wrong, the error is
+    about sqrt(2 s), and r random rows miss all of them with probability (1 - s)^r. More `check_rows` make that less
+    likely; if single far keys matter, name a method instead.
 
-    Asking costs at most a tenth of exact attention, as predicted: a call that is so short that its rows cannot be
-    checked for that is exact.
+    The checks cost at most a tenth of exact attention, as predicted; calls that are too short for that are exact.
 
-    `choose` returns what is taken and why; the logger "subquad" reports it at level INFO. A sequence in pieces, with a
-    state, raises ValueError: the promise is for the whole of it.
+    `choose` returns the chosen method and the reason; the logger "subquad" reports it at level INFO. A sequence in
+    pieces, with a state, raises ValueError, because the error budget applies to the whole sequence.
 
     Args:
-        max_error: The relative error that is allowed.
-        check_rows: How many rows of each head are computed exactly, to know how large the output is, and how wrong a
-            method without a bound is. More rows make the decision safer and slower.
-        remember: Whether later calls of the same shape begin with the answer of the one before. The promise stays the
-            same for every call: a method that is remembered is checked on the rows of the new call before it is taken,
-            and if it fails, all others are asked, within what is left of the tenth. Only "exact" is taken without a
-            check, for the next 32 calls, which then miss a faster method if their numbers allow one. So what is taken
-            depends on earlier calls. The last 64 shapes are remembered. A
-            `MultiheadAttention`, also where `replace_attention` made it, has a memory of its own; elsewhere give each
-            layer a copy, `copy.copy(auto)`.
+        max_error: The largest acceptable relative error.
+        check_rows: Number of rows of each head that are computed exactly, to estimate the output norm and the errors of
+            methods without a bound. More rows make the decision safer and slower.
+        remember: Whether a call starts with the choice of the previous call of the same shape. The error budget applies
+            to every call as before: a remembered method is checked on rows of the new call, and if it fails, all others
+            are checked within the remaining cost. Only "exact" is reused without a check, for the next 32 calls, which
+            may then miss a faster method. The choice thus depends on earlier calls. The last 64 shapes are remembered.
+            Each `MultiheadAttention`, including those created by `replace_attention`, has its own memory; elsewhere,
+            give each layer a copy, `copy.copy(auto)`.
 
     Example:
         >>> from subquad import attention
@@ -187,7 +185,7 @@ def _chosen(call: Call, training: bool, auto: Auto, first: AnyMethod | None = No
         return _exact("no approximation is faster at this shape")
     budget = MAX_ASKING_SHARE * exact_flops(shape) - exact_rows_flops(shape, auto.check_rows)
     if budget < 0:
-        return _exact(f"to check {auto.check_rows} rows of each head would take too long for so short a call")
+        return _exact(f"checking {auto.check_rows} rows of each head would take too long for such a short call")
     risk = risks(call)
     if not bool(risk.isfinite().all()):
         return _exact("inputs are not finite")
@@ -206,7 +204,7 @@ def _chosen(call: Call, training: bool, auto: Auto, first: AnyMethod | None = No
 
 
 def _questions(asker: Asker, faster: list[Any], first: AnyMethod | None) -> Iterator[Any]:
-    """Yield the methods to ask, the fastest first; or before them a remembered one, and they only if it fails."""
+    """Yield the methods to check, fastest first; a remembered one comes before, and the others only if it fails."""
     if first is not None:
         yield first
         faster = _faster(asker.call.query, asker.shape)
@@ -242,7 +240,7 @@ def _faster(query: Tensor, shape: Shape) -> list[Any]:
 
 
 def _with_shifts(methods: list[Any], call: Call) -> list[Any]:
-    """Add methods that center the keys. A shift made from all keys knows the future: in a causal call it would leak."""
+    """Add methods that center the keys, except in causal calls, where a mean over all keys would leak the future."""
     if call.is_causal:
         return methods
     center = tuple(map(tuple, _center(call).tolist()))

@@ -233,7 +233,7 @@ def predicted_seconds(
 
 @contextmanager
 def _writing() -> Iterator[None]:
-    """Explain what a folder that cannot be written to, or found, is for. The measurement has errors of its own."""
+    """Explain what a missing or unwritable folder is for. Errors of the measurement itself pass through."""
     try:
         yield
     except (OSError, RuntimeError) as error:  # RuntimeError: no home folder

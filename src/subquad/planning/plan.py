@@ -45,28 +45,28 @@ def plan(
 ) -> Plan:  # fmt: skip
     """Return the fastest method for a shape whose relative error is at most `max_error`.
 
-    Errors that are measured on a sample have to stay within half of it: rows that were not sampled may be worse.
+    Errors that are measured on a sample must stay within half of it, because rows that were not sampled may be worse.
 
-    The machine is benchmarked on first use, in at most half a minute. If it is busy then, the reason says that times
-    are rough, and a later plan measures it again.
+    The machine is benchmarked on first use, in at most 30 s. If it is busy then, the reason says that times are rough,
+    and a later plan benchmarks it again.
 
     Args:
         query_length, key_length, head_dim, value_dim, heads, key_heads, batch, is_causal: As for `cost`; sizes that are
             not given are taken from the sample.
         training: Whether to include the backward pass; by default only with purpose="train".
-        purpose: "swap" to replace exact attention in a model that has it. "train" for a model that is trained with the
-            method from scratch: nothing is approximated, so that neither an error nor a sample matters, and the plan
-            lists the fastest methods with the size of their states and what they can recall.
-        max_error: The relative error that is allowed, 0.05 by default; None with purpose="train".
+        purpose: "swap" to replace exact attention in a trained model. "train" for a model that is trained with the
+            method from scratch: nothing is approximated, so neither an error nor a sample matters, and the plan lists
+            the fastest methods with the size of their states and what they can recall.
+        max_error: The largest acceptable relative error, 0.05 by default; None with purpose="train".
         logit_range: The range of the scaled logits, (low, high), or one number for both signs. Errors are then
             predicted, for values that do not depend on the logits, and for queries and keys of similar norm.
-        sample: Query, key and value, as for `attention`. Errors are then measured, those of Multipole and Window too,
-            which nothing else tells, and methods that center the keys are candidates. The result holds for inputs like
-            the sample, and as long as it: a window sees a smaller part of a longer sequence.
+        sample: Query, key and value, as for `attention`. Errors are then measured, also those of Multipole and Window,
+            which cannot be predicted, and methods that center the keys are candidates. The result applies to inputs of
+            the same kind and length: a window covers a smaller part of a longer sequence.
         scale: With a sample, as for `attention`.
         device: Where to compute.
         dtype: Dtype of the inputs.
-        progress: Called with (calls measured, calls in all) while the machine is benchmarked.
+        progress: Called with (calls measured, total calls) while the machine is benchmarked.
 
     Example:
         >>> found = plan(query_length=1_000_000, head_dim=16, logit_range=0.5)

@@ -72,7 +72,7 @@ def _swapped(best: Candidate, exact: Candidate, candidates: Sequence[Candidate],
 
 
 def _from_a_sample(best: Candidate, exact: Candidate, candidates: Sequence[Candidate]) -> str:
-    """Say what a sample would change: it tells errors that are unknown without it."""
+    """Describe what a sample would change: it measures errors that are unknown without it."""
     unknown = [c for c in candidates if c.error.relative is None and c.is_chosen_form]
     faster = [c for c in unknown if c.seconds < best.seconds]
     if not faster:
@@ -85,7 +85,7 @@ def _from_a_sample(best: Candidate, exact: Candidate, candidates: Sequence[Candi
 
 
 def _fastest_to_train(best: Candidate, exact: Candidate, candidates: Sequence[Candidate], situation: Situation) -> str:
-    """Say what is fastest, and what is fastest among the methods that can recall any token."""
+    """Describe the fastest method, and the fastest one that can recall any token."""
     steps = "forward and backward" if situation.shape.training else "forward"
     first = f"{best.name}: the fastest to train with at this length, {duration(best.seconds)} {steps}"
     if best is exact:
@@ -96,7 +96,7 @@ def _fastest_to_train(best: Candidate, exact: Candidate, candidates: Sequence[Ca
         other += f", {_speed(whole, exact)}"
     return (
         f"{first}, {_speed(best, exact)}. It can recall {best.recall}, with a state of {mebibytes(best.state_bytes)}. "
-        f"{other}. Which one learns your task, only training tells."
+        f"{other}. Only training can show which one learns your task."
     )
 
 
@@ -105,7 +105,7 @@ def _faster(best: Any, exact: Any, situation: Situation) -> str:
     given, sample = "", situation.sample_length
     margin = "" if sample is None else f" with a safety margin of {SAMPLE_MARGIN:g}"
     if best.error.known_by == "prediction" and sample is None and hasattr(best.method, "num_features"):
-        given = ", if queries and keys have similar norms (a sample would tell)"
+        given = ", if queries and keys have similar norms (a sample would show)"
     elif sample is not None and sample < situation.shape.key_length:
         given = f" of a sample of {sample:,} tokens"
         if engine_of(best.method) == "sparse":

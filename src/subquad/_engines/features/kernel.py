@@ -217,7 +217,7 @@ def feature_kernel(
         k: (b, m, d).
         scale: The factor of the logits.
         is_normalized: False leaves out the division by the sum of weights.
-        pairs_alone: Tokens meet pair by pair and there are no sums, so that a polynomial needs no table.
+        pairs_alone: Tokens are compared pairwise and no sums are kept, so a polynomial needs no table.
     """
     roots = root_scales(scale)
     divided = is_normalized and method.normalizer == "row"

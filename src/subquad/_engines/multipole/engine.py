@@ -163,7 +163,7 @@ def _in_segments(
     method: Multipole, q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, segments: Tensor, before: Memory | None,
     mode: Mode,
 ) -> tuple[Tensor, Memory | None]:  # fmt: skip
-    """Compute each segment as a sequence of its own; those of about the same length are computed together."""
+    """Compute each segment as a separate sequence; those of similar length are computed together."""
     if before is not None and not bool(segments.any()):  # The common case: all continue the state's segment.
         return _in_order(method, q, k, v, keep, before, mode)
     keep = torch.ones_like(segments, dtype=torch.bool) if keep is None else keep
