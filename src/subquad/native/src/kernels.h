@@ -1,8 +1,8 @@
 // Execute a call on several threads: each takes whole heads or, if there are too few heads, a part of a head.
 //
-// The caller decides how: the call holds the number of threads, the parts of a head, whether threads share a head, pairs
-// or sums, and the size of a chunk. The order of all sums follows from the sizes of one head alone: neither other heads
-// nor the number of threads change a bit.
+// The caller decides how: the call holds the number of threads, the parts of a head, whether threads share a head,
+// pairs or sums, and the size of a chunk. The order of all sums follows from the sizes of one head alone: neither other
+// heads nor the number of threads change a bit.
 #pragma once
 
 #include <memory>

@@ -39,8 +39,8 @@ template <class T> class Scan {
         sums((end_panel - first_panel) * rows * s.panel), tokens(c * token_row), columns(token_row * c),
         values(c * value_row), value_columns(rows * c), grads(c * value_row), grad_columns(rows * c),
         faded(c * value_row), faded_columns(rows * c), answers(rows * c), total(end_part - part > 1 ? rows * c : 0),
-        weights(c * c),
-        slopes(differentiated ? c * c : 0), query_poison(c), key_poison(c), key_scale(c), top(c), fade(c) {}
+        weights(c * c), slopes(differentiated ? c * c : 0), query_poison(c), key_poison(c), key_scale(c), top(c),
+        fade(c) {}
 
   // Write outputs (g, n, e) and normalizers (g, n). If this is not all parts, write the unnormalized sums of both to
   // `share` (g, n, e + 1) instead.
