@@ -183,6 +183,7 @@ def quiet_attention(
     mask, is_causal = options.get("attn_mask"), options.get("is_causal", False)
     has_masks = options.get("key_padding_mask") is not None or options.get("segment_ids") is not None
     has_own_form = mask is not None and (is_causal or mask.dim() < 2)  # torch's function does not take it
+    has_own_form = has_own_form or _has_size_zero(query, key, value)
     if engine_of(method) == "exact" and state is None and not (is_stateful or has_masks or has_own_form):
         names = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
         given = {name: options[name] for name in names if name in options}
@@ -192,6 +193,11 @@ def quiet_attention(
         warn_far_range(method, call, stacklevel=3)
     output, new_state, _ = run(method, call)
     return (output, cast(State, new_state)) if is_stateful else output
+
+
+def _has_size_zero(*tensors: Tensor) -> bool:
+    """Return whether a size is 0: torch's function then returns a result without the batch of the keys."""
+    return not torch.compiler.is_compiling() and any(0 in x.shape for x in tensors if isinstance(x, Tensor))
 
 
 def normalizer(

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from calls import INF, NAN, attended, normal_inputs, relative, resumed, same_bits, with_gradients
 from subquad import Exact, Multipole, attention, native
+from subquad._calls.call import Call
+from subquad._engines import run
 from subquad._engines.multipole.bisection import like_order
 from subquad.methods import multipole as settings
 from subquad.planning.cost import cost_of
@@ -672,3 +674,22 @@ def test_bits_do_not_depend_on_other_heads_or_threads() -> None:
         assert all(same_bits(x, y).all() for x, y in zip(others, found[0], strict=True))
     alone = [x[:1, :1] for x in (q, k, v)]
     assert same_bits(function(*alone), found[0][0][:1, :1]).all()
+
+
+@pytest.mark.parametrize("form", ["dense", None])
+def test_no_edit_of_the_future_changes_a_bit_of_the_past(form):
+    """Neither in the kernels nor in torch's operations, where rows of a tile once shared the order of their sums."""
+    methods = [Multipole(window=8, block=4, top=2), Multipole(window=16, sinks=0, block=8, top=3)]
+    for seed in range(24):
+        generator, dtype = torch.Generator().manual_seed(seed), [torch.float32, torch.float64][seed % 2]
+        n = [100, 200, 300][seed % 3]
+        past = int(torch.randint(1, n, (), generator=generator))
+        inputs = [torch.randn(2, heads, n, 20, generator=generator, dtype=dtype) for heads in (4, 2, 2)]
+        changed = [x.clone() for x in inputs]
+        for x in changed:
+            x[..., past:, :] = torch.nan if seed % 5 == 0 else torch.randn(x[..., past:, :].shape, generator=generator)
+        outputs = []
+        for given in (inputs, changed):
+            call = Call.of(*given, is_causal=True, enable_gqa=True)
+            outputs.append(run(methods[seed % 2], call, form).output[..., :past, :])
+        assert torch.equal(*outputs), seed

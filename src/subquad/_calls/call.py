@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from subquad._calls.layout import Layout, layout_of
 from subquad._calls.masks import (
@@ -68,6 +69,8 @@ class Call(NamedTuple):
         if autocast:
             dtype = torch.get_autocast_dtype(device)
         layout = layout_of(query, key, value, enable_gqa, mixed=autocast)
+        if layout.width == 0:  # All logits are 0, as with one number that is 0.
+            query, key, layout = F.pad(query, (0, 1)), F.pad(key, (0, 1)), replace(layout, width=1)
         headless = query.dim() == 2
         if headless or key.dim() == 2 or value.dim() == 2:
             query, key, value = (x[None] if x.dim() == 2 else x for x in (query, key, value))
@@ -107,7 +110,7 @@ class Call(NamedTuple):
 
     @property
     def logit_scale(self) -> float:
-        return 1 / sqrt(self.layout.width or 1) if self.scale is None else self.scale
+        return 1 / sqrt(self.layout.width) if self.scale is None else self.scale
 
     def keep(self) -> Tensor | None:
         """Return the keys that padding and a mask of keys let through, (b, m), True = attend; None if all."""

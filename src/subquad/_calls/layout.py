@@ -116,7 +116,7 @@ def _layout(query: Sizes, key: Sizes, value: Sizes, device: torch.device, enable
         if not enable_gqa and not heads == key_heads == value_heads:
             shared = torch.broadcast_shapes((key_heads,), (value_heads,))[0]
             heads = torch.broadcast_shapes((heads,), (shared,))[0]
-            key_heads = shared if shared == 1 else heads
+            key_heads = shared if shared == 1 and heads else heads
     except RuntimeError:
         shapes = ", ".join(f"{name} {tuple(shape)}" for name, shape in named.items())
         hint = "" if enable_gqa else "; enable_gqa=True lets query heads share key heads"

@@ -106,7 +106,7 @@ class Decoder:
         state, given = self._state, (query, key, value)
         if torch.is_autocast_enabled("cpu") or not all(isinstance(x, Tensor) and x.dim() > 2 for x in given):
             return None
-        if not self._gqa and query.shape[-3] != key.shape[-3]:
+        if query.shape[-1] == 0 or (not self._gqa and query.shape[-3] != key.shape[-3]):
             return None
         prepare = PREPARED.get(engine_of(state.method))
         steps = None if prepare is None else prepare(state, self._scale, *given)

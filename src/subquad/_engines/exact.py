@@ -24,6 +24,10 @@ BLOCK_ROWS = 512  # rows whose mask is made at once
 
 def run(method: Any, call: Call) -> Result:
     """Compute the call."""
+    layout = call.layout
+    if call.is_empty or layout.value_width == 0:  # Torch then forgets the batch of the keys.
+        query = call.query.expand(*layout.batch, layout.key_heads * layout.group, *call.query.shape[-2:])
+        call = call._replace(query=query)
     is_masked = call.padding is not None or call.segments is not None
     is_both = call.attn_mask is not None and call.is_causal  # torch's function takes one of them
     if not (call.is_stateful or is_masked or is_both):

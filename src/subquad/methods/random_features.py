@@ -24,6 +24,7 @@ from torch import Tensor
 from subquad._torch_internals import exponential
 from subquad.methods.checks import check_choice, check_whole
 from subquad.methods.error_estimate import ErrorEstimate
+from subquad.methods.memory_limit import check_memory
 from subquad.methods.method import FeatureMethod, Shift, Traits
 from subquad.methods.shift import as_shift, shift_suffix
 from subquad.methods.tables import constant
@@ -97,6 +98,7 @@ class RandomFeatures(FeatureMethod):
 
     def draw(self, width: int) -> Tensor:
         """Return the projections (rows, width), float64 on the CPU."""
+        check_memory(self, width, width)
         return _draw(self.rows, width, self.orthogonal, self.seed, torch.float64, torch.device("cpu")).clone()
 
     def redraw(self, seed: int) -> "RandomFeatures":

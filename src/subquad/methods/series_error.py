@@ -5,11 +5,11 @@ most tanh(ln(rho)/4) times the diameter of the values: rigorous and sharp.
 """
 
 import math
-from math import exp, inf, lgamma, log, log1p, sinh, tanh
+from math import exp, inf, lgamma, log, log1p, sinh, sqrt, tanh
 
 
 def series_error(degree: int, low: float, high: float, spread: float | None) -> float:
-    """Return the relative error of Taylor(degree) on logits in [low, high].
+    """Return the relative error of Taylor(degree) on logits in [low, high], in a time that does not grow with degree.
 
     Args:
         degree: The highest power.
@@ -41,7 +41,12 @@ def series_log_ratio(degree: int, low: float, high: float) -> float:
 def log_factor(degree: int, x: float) -> float:
     """Return ln r(x) = ln(T(x) exp(-x)) without cancellation; -inf where T is not positive."""
     if x >= 0:
-        terms = [power * log(x) - lgamma(power + 1) for power in range(degree + 1)] if x > 0 else [0.0]
+        # The terms are those of a Poisson distribution with mean x: only those near its peak count.
+        reach = 40 * sqrt(x + 1) + 100
+        if x == 0 or degree > x + reach:
+            return 0.0
+        powers = range(max(0, int(min(degree, x) - reach)), degree + 1)
+        terms = [power * log(x) - lgamma(power + 1) for power in powers]
         top = max(terms)
         return top + log(math.fsum(exp(term - top) for term in terms)) - x
     y = -x
@@ -49,6 +54,8 @@ def log_factor(degree: int, x: float) -> float:
         series = 1.0
         for power in range(degree, 0, -1):
             series = 1 - y / power * series
+            if math.isinf(series):  # Each further power doubles it at least, and changes its sign.
+                return inf if degree % 2 == 0 else -inf
         return log(series) + y if series > 0 else -inf
     # r(x) = 1 +- integral of s^p exp(s) / p! from 0 to y, as a series of positive terms.
     first = (degree + 1) * log(y) - lgamma(degree + 1)

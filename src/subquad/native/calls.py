@@ -36,8 +36,8 @@ class FeatureCall(Structure):
 
     _fields_ = [
         *((name, c_int64) for name in (
-            "map", "degree", "wide", "threads", "causal", "normalized", "chunk", "pairs", "parts", "batch", "group",
-            "queries", "keys", "query_width", "key_width", "values", "features",
+            "map", "degree", "wide", "threads", "causal", "normalized", "chunk", "pairs", "parts", "shared", "batch",
+            "group", "queries", "keys", "query_width", "key_width", "values", "features",
         )),
         ("query_scale", c_double), ("key_scale", c_double),
         *((name, Strided) for name in ("q", "k", "v")),
@@ -51,7 +51,7 @@ class FeatureCall(Structure):
 
 
 # The same structure, packed from plain numbers: several times faster than setting the fields one by one.
-FEATURE_CALL = Struct("17q 2d 18q 12q 9q")
+FEATURE_CALL = Struct("18q 2d 18q 12q 9q")
 
 
 class SegmentsCall(Structure):

@@ -40,6 +40,10 @@ def softmax_weights(q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor:
     return logits.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
 
 
+class ShapeError(ValueError, AssertionError):
+    """A wrong shape: ValueError as everywhere in this library, AssertionError as in torch's module."""
+
+
 def factored(attn_mask: Tensor) -> tuple[Tensor, bool]:
     """Split a mask (..., n, m) into what an approximation supports: the keys shown, (..., 1, m), and causality."""
     split = split_pairs(shown_keys("attn_mask", attn_mask))
@@ -79,4 +83,4 @@ def check_mask(name: str, mask: Tensor | None, *shapes: tuple[int, ...]) -> None
 def check_shape(name: str, tensor: Tensor, *shapes: tuple[int, ...]) -> None:
     if tuple(tensor.shape) not in shapes:
         wanted = " or ".join(map(str, shapes))
-        raise ValueError(f"{name}: expected shape {wanted}, batch first, got {tuple(tensor.shape)}")
+        raise ShapeError(f"{name}: expected shape {wanted}, batch first, got {tuple(tensor.shape)}")

@@ -10,7 +10,7 @@ Axes: b batch, h heads, n queries, m keys, w embedding, d = w / h.
 """
 
 import warnings
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from subquad._engines import engine_of
 from subquad.attention import MethodLike, quiet_attention, resolve, warn_about
 from subquad.nn.binding import bind_method, bound_method, random_matrix
-from subquad.nn.masks import as_bias, check_mask, check_shape, factored, shown_keys, softmax_weights
+from subquad.nn.masks import ShapeError, as_bias, check_mask, check_shape, factored, shown_keys, softmax_weights
 
 OWN_ATTRIBUTES = ("dropout", "method", "random_matrix")  # all others are shared with the module that was replaced
 
@@ -132,6 +132,12 @@ class MultiheadAttention(nn.Module):
         share_parameters(source, self)
         self.dropout = dropout
         bind_method(self, method, self.head_dim, like=next(self.parameters()))
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        """Refuse torch.jit.script, which calls this first: it cannot compile a choice of methods."""
+        raise NotImplementedError(
+            "subquad.MultiheadAttention: torch.jit.script is not supported; use torch.compile or torch.export"
+        )
 
     def forward(
         self,
@@ -268,7 +274,7 @@ def _check_dimensions(query: Tensor, key: Tensor, value: Tensor) -> None:
         )
     if not query.dim() == key.dim() == value.dim() or query.dim() not in (2, 3):
         dims = (query.dim(), key.dim(), value.dim())
-        raise ValueError(f"query, key, value: expected 3 dimensions, or 2 without a batch, got {dims}")
+        raise ShapeError(f"query, key, value: expected 3 dimensions, or 2 without a batch, got {dims}")
 
 
 def share_parameters(source: nn.Module, target: nn.Module) -> None:

@@ -18,7 +18,7 @@ from subquad.native.calls import padded
 def is_rowwise(call: Call) -> bool:
     """Return whether the kernels serve rows of the call alone: one sequence, no key hidden, all numbers finite."""
     q, k, v = (widen(x) for x in call.folded())
-    is_plain = call.keep() is None and call.segments is None and not call.is_empty and call.layout.width > 0
+    is_plain = call.keep() is None and call.segments is None and not call.is_empty
     return is_plain and is_served(q, k, v) and bool(torch.stack([x.sum() for x in (q, k, v)]).isfinite().all())
 
 

@@ -55,15 +55,14 @@ def _fused_bytes(call: FormCall, number: int, wide: int) -> int:
     if call.is_separable:  # A thread has all features of its head, as in native/src/separable.h.
         heads = min(plan.threads, call.b)
         scratch += heads * (1 + call.group + shape.training) * shape.key_length * call.r
-    elif plan.parts > 1 and not plan.pairs:  # Each part of a head has its share of the result.
+    elif plan.is_shared and not plan.pairs:  # Each part of a head has its share of the result.
         scratch += plan.parts * rows * values
     forward = wide * (shape.outputs + 2 * rows) + (number * shape.outputs if number < wide else 0)
     backward = 0
     if shape.training:
         again = call.schedule("backward")
         own = 2 * keys if again.pairs else call.r * values  # pairs also read the queries and their gradients
-        shares = (again.parts - 1) * shape.inputs if not again.pairs and not call.is_separable else 0
-        scratch = max(scratch, again.threads * own + shares)
+        scratch = max(scratch, again.threads * own)
         backward = wide * shape.inputs + (number * shape.inputs if number < wide else 0)
     return forward + backward + wide * scratch
 

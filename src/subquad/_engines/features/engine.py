@@ -22,6 +22,7 @@ from subquad._engines.features.method_kernel import kernel_of, shifted
 from subquad._engines.features.sums import Sums, Tokens
 from subquad._engines.result import Result
 from subquad._torch_internals import has_open_size, is_recorded, is_transformed
+from subquad.methods.memory_limit import check_memory
 from subquad.methods.method import FeatureMethod, feature_method
 
 
@@ -30,6 +31,7 @@ def run(method: Any, call: Call, form: Form | None = None, chunk: int | None = N
     features = feature_method(method)
     if features.key_shift is not None:
         call = call._replace(key=shifted(features, call.key, call.layout.key_heads))
+    check_memory(features, call.layout.width, call.layout.rows * (call.layout.value_width + 1))
     call = call.factored()
     # Features, sums and normalizers are never in half precision.
     wide: AbstractContextManager[Any] = nullcontext()

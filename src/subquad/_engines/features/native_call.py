@@ -80,8 +80,9 @@ def packed_call(
                     numbers.chunk)  # fmt: skip
     return FEATURE_CALL.pack(
         numbers.map, numbers.degree, q.dtype == torch.float64, plan.threads, numbers.is_causal, numbers.is_normalized,
-        plan.chunk, plan.pairs, plan.parts, b, g, n, m, d, k.shape[2], e, numbers.features, numbers.query_scale,
-        numbers.key_scale, *strided(q), *strided(k), *strided(v), *map(address, others), *results, *gradients,
+        plan.chunk, plan.pairs, plan.parts, plan.is_shared, b, g, n, m, d, k.shape[2], e, numbers.features,
+        numbers.query_scale, numbers.key_scale, *strided(q), *strided(k), *strided(v), *map(address, others),
+        *results, *gradients,
     )  # fmt: skip
 
 

@@ -1,18 +1,22 @@
 """How the kernels execute a call: by sums or by pairs, in which chunks, on how many threads.
 
-The kernels only execute; all their decisions are made here, so that cost and planner know them too. A schedule depends
-only on sizes and the number of threads: equal calls give equal bits.
+The kernels only execute; all their decisions are made here, so that cost and planner know them too. What decides the
+order of sums (chunk, pairs, parts) follows from the sizes of one head: a head has the same bits in any batch and on any
+number of threads.
 """
 
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
-from subquad.native.calls import PADDING, PAIR_BLOCK
+from subquad.native.calls import PAIR_BLOCK
 
 Operation = Literal["forward", "backward", "step"]
 
 MIN_WORK_PER_THREAD = 2e6  # multiply-adds
 MAX_THREADS = 1024
+# Threads that can share the forward pass of a head, and features from which on a part is worth its own sum: adding it
+# costs less than 1 % of making it.
+MAX_PARTS, MIN_PART_FEATURES = 4, 64
 # Products that a pass makes, of sums with features and of pairs.
 PRODUCTS: dict[Operation, tuple[float, float]] = {"forward": (2.0, 2.0), "backward": (5.0, 7.0), "step": (2.0, 2.0)}
 # With many features more tokens should share each number of the sums that is loaded; with few, the pairs inside a chunk
@@ -39,7 +43,8 @@ class Schedule(NamedTuple):
     threads: int
     chunk: int  # tokens
     pairs: bool  # meet pair by pair instead of adding up features
-    parts: int  # of a head, shared out among threads
+    parts: int  # of a head: of its features, summed up one after another; or by pairs of its rows
+    is_shared: bool  # whether threads share a head, by its parts or in the backward pass by its two passes
 
 
 @lru_cache(maxsize=512)
@@ -63,14 +68,17 @@ def schedule(
     """
     b, g, n, m, d, e, r = sizes
     sum_products, pair_products = PRODUCTS[operation]
-    by_sums = sum_products * b * (g * n + m) / 2 * r * (e + 1)
-    by_pairs = pair_products * (float(b) * g * n * m / (2 if is_causal else 1)) * (d + e + 1) / 2
+    by_sums = sum_products * (g * n + m) / 2 * r * (e + 1)  # of one head
+    by_pairs = pair_products * (float(g) * n * m / (2 if is_causal else 1)) * (d + e + 1) / 2
     tokens = min(chunk or (SHORT_CHUNK if r <= LONG_CHUNK_FEATURES else LONG_CHUNK), max(n, m))
     if operation == "step" or native_map == "separable":
-        return Schedule(int(min(threads, 1 + by_sums / MIN_WORK_PER_THREAD)), tokens, False, 1)
+        return Schedule(int(min(threads, 1 + b * by_sums / MIN_WORK_PER_THREAD)), tokens, False, 1, False)
     pairs = native_map == "taylor" and not has_sums and not chunk and by_pairs < by_sums
     work = by_pairs if pairs else by_sums
-    threads = max(1, min(threads, int(min(work / MIN_WORK_PER_THREAD, MAX_THREADS))))
-    is_even = b % threads == 0 or b >= 4 * threads  # Each thread has about the same number of whole heads.
-    most_parts = -(-n // PAIR_BLOCK) if pairs else -(-r // PADDING)
-    return Schedule(threads, tokens, pairs, 1 if is_even else min(threads, most_parts))
+    threads = max(1, min(threads, int(min(b * work / MIN_WORK_PER_THREAD, MAX_THREADS))))
+    is_shared = b % threads != 0 and b < 4 * threads  # Else each thread has about the same number of whole heads.
+    if pairs:
+        return Schedule(threads, tokens, True, min(threads, -(-n // PAIR_BLOCK)) if is_shared else 1, is_shared)
+    parts = max(1, min(MAX_PARTS, r // MIN_PART_FEATURES, int(min(work / MIN_WORK_PER_THREAD, MAX_PARTS))))
+    is_shared = is_shared and (parts > 1 or operation == "backward")
+    return Schedule(threads, tokens, False, parts, is_shared)

@@ -79,8 +79,6 @@ def _attend(method: Multipole, call: Call, by_torch: bool) -> Result:
         )
     q, k, v = call.folded()
     q, k, v, width = widen(q), widen(k), widen(v), v.shape[-1]
-    if call.layout.width == 0:  # All logits are 0, as with one number that is 0.
-        q, k = F.pad(q, (0, 1)), F.pad(k, (0, 1))
     before = None if call.state is None or not call.state.parts else folded(call.state, call.layout)
     parts = () if call.state is None else call.state.parts
     is_recorded = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, *parts))

@@ -66,11 +66,11 @@ class View(NamedTuple):
     roots: Roots
 
 
-class Far(NamedTuple):
-    """Units that rows see by their moments."""
+class Part(NamedTuple):
+    """What rows see: units by their moments, or keys."""
 
     log_weights: Tensor  # (b, g, n, u)
-    values: Tensor  # (b, u, e)
+    values: Tensor  # (b, u, e); or of each row (b, g, n, u, e)
 
 
 def _tile(method: Multipole, q: Tensor, view: View, sees: Tensor) -> Tensor:
@@ -79,13 +79,13 @@ def _tile(method: Multipole, q: Tensor, view: View, sees: Tensor) -> Tensor:
     candidate, parts = _open_segments(method, q, view.roots, far)
     mean, variance = _described(q, view.blocks.centers, view.blocks.radius)
     chosen = _chosen(method, q, view.blocks, mean, variance, candidate)
-    parts.append(Far(_log_weights(mean, variance, method.block, candidate & ~chosen), view.blocks.means))
-    pairs, values = _read_near(method, q, view.near, sees, far)
-    read_pairs, read_values = _read_blocks(q, view.blocks, chosen)
-    return _combined(torch.cat([pairs, read_pairs], -1), torch.cat([values, read_values], 1), parts)
+    parts.append(Part(_log_weights(mean, variance, method.block, candidate & ~chosen), view.blocks.means))
+    parts.append(_read_near(method, q, view.near, sees, far))
+    parts.append(_read_blocks(q, view.blocks, chosen, method.top))
+    return _combined(parts)
 
 
-def _open_segments(method: Multipole, q: Tensor, roots: Roots, far: Tensor) -> tuple[Tensor, list[Far]]:
+def _open_segments(method: Multipole, q: Tensor, roots: Roots, far: Tensor) -> tuple[Tensor, list[Part]]:
     """Return the blocks (b, g, n, u) that each row considers, and the segments that it sees by their moments."""
     group, count = q.shape[1], roots.radius.shape[1]
     seen = (torch.arange(count, device=q.device) < far[..., None])[:, None].expand(-1, group, -1, -1)
@@ -94,7 +94,7 @@ def _open_segments(method: Multipole, q: Tensor, roots: Roots, far: Tensor) -> t
         return seen.repeat_interleave(FAN, -1), []
     mean, variance = _described(q, roots.centers, roots.radius)
     is_open = _best(_likely_most(mean, variance, method.segment), seen, settings.OPENED_SEGMENTS) | ~grouped
-    part = Far(_log_weights(mean, variance, method.segment, seen & ~is_open), roots.means)
+    part = Part(_log_weights(mean, variance, method.segment, seen & ~is_open), roots.means)
     return (seen & is_open).repeat_interleave(FAN, -1), [part]
 
 
@@ -108,8 +108,8 @@ def _chosen(method: Multipole, q: Tensor, blocks: Blocks, mean: Tensor, variance
     return _best(mean + above * (scale * blocks.scale[:, None, None]), looked, method.top)
 
 
-def _read_near(method: Multipole, q: Tensor, near: Near, sees: Tensor, far: Tensor) -> tuple[Tensor, Tensor]:
-    """Return logits (b, g, n, c) of the sinks and of the keys after the finished segments, and their values."""
+def _read_near(method: Multipole, q: Tensor, near: Near, sees: Tensor, far: Tensor) -> Part:
+    """Return the sinks and the keys after the finished segments, (b, g, n, c)."""
     first = torch.arange(near.sink_keys.shape[1], device=q.device)
     is_first = first < sees.clamp(max=method.sinks)[..., None]  # (b, n, c)
     low = far.amin(1, keepdim=True) * method.segment  # (b, 1)
@@ -124,34 +124,32 @@ def _read_near(method: Multipole, q: Tensor, near: Near, sees: Tensor, far: Tens
         for own, raw in ((near.sink_keys, near.raw_keys), (near.sink_values, near.raw_values))
     )
     seen = torch.cat([is_first, is_near], -1)[:, None]
-    return torch.where(seen, torch.einsum("bgnd,bcd->bgnc", q, keys), NEVER), values
+    return Part(torch.where(seen, torch.einsum("bgnd,bcd->bgnc", q, keys), NEVER), values)
 
 
-def _read_blocks(q: Tensor, blocks: Blocks, chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """Return logits (b, g, n, c) of the keys of all blocks that any row chose, and their values."""
-    union = chosen.any(2).any(1)  # (b, u)
-    width = int(union.sum(1).max()) if union.numel() else 0
-    picked = union.int().argsort(dim=1, descending=True, stable=True)[:, :width]
-    keys, values = (
-        x.gather(1, picked[..., None, None].expand(-1, -1, *x.shape[2:])).flatten(1, 2)
-        for x in (blocks.keys, blocks.values)
-    )
-    own = chosen.gather(-1, picked[:, None, None].expand(*chosen.shape[:3], -1))
-    seen = own.repeat_interleave(blocks.keys.shape[2], -1)
-    return torch.where(seen, torch.einsum("bgnd,bcd->bgnc", q, keys), NEVER), values
+def _read_blocks(q: Tensor, blocks: Blocks, chosen: Tensor, top: int) -> Part:
+    """Return the keys of the blocks that each row chose, (b, g, n, c).
+
+    Each row has its own, in the order of time: what other rows chose must not change the order of its sums.
+    """
+    picked = chosen.int().argsort(dim=-1, descending=True, stable=True)[..., :top]  # (b, g, n, top)
+    seen = chosen.gather(-1, picked).repeat_interleave(blocks.keys.shape[2], -1)
+    head = torch.arange(len(q), device=q.device)[:, None, None, None]
+    keys, values = (x[head, picked].flatten(3, 4) for x in (blocks.keys, blocks.values))
+    return Part(torch.where(seen, torch.einsum("bgnd,bgncd->bgnc", q, keys), NEVER), values)
 
 
-def _combined(pairs: Tensor, read_v: Tensor, parts: list[Far]) -> Tensor:
-    """Return (b, g, n, e) of logits (b, g, n, c), their values (b, c, e), and the units seen by their moments."""
-    top = torch.cat([x.detach() for x in (pairs, *(part.log_weights for part in parts))], -1)
+def _combined(parts: list[Part]) -> Tensor:
+    """Return (b, g, n, e)."""
+    top = torch.cat([part.log_weights.detach() for part in parts], -1)
     top = F.pad(top, (1, 0), value=NEVER).amax(-1, keepdim=True)
     top = torch.where(top == NEVER, 0.0, top)
     total: Tensor | float = 0.0
     output: Tensor | float = 0.0
-    for log_weights, values in (*parts, (pairs, read_v)):
+    for log_weights, values in parts:
         weights = (log_weights - top).exp()
         total = total + weights.sum(-1, keepdim=True)
-        output = output + torch.einsum("bgnc,bce->bgne", weights, values)
+        output = output + torch.einsum("bgnc,bce->bgne" if values.dim() == 3 else "bgnc,bgnce->bgne", weights, values)
     assert isinstance(total, Tensor)
     empty = total == 0
     return torch.where(empty, 0.0, output / torch.where(empty, 1.0, total))

@@ -31,9 +31,10 @@ struct SubquadCall {
   int64_t wide;     // 1: q, k and v are FLOAT64; 0: each has one of the other types
   int64_t threads;  // the number of threads to use
   int64_t causal, normalized;
-  int64_t chunk;  // tokens of a chunk, above 0
-  int64_t pairs;  // 1: compute every pair instead of sums of features; only TAYLOR without sums before or after
-  int64_t parts;  // parts of a head, each computed by one thread
+  int64_t chunk;   // tokens of a chunk, above 0
+  int64_t pairs;   // 1: compute every pair instead of sums of features; only TAYLOR without sums before or after
+  int64_t parts;   // parts of a head: of its features, or by pairs of its rows
+  int64_t shared;  // whether several threads share a head
   int64_t batch, group, queries, keys, query_width, key_width, values, features;
   double query_scale, key_scale;
   SubquadTensor q, k, v;

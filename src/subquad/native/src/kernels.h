@@ -1,7 +1,8 @@
 // Execute a call on several threads: each takes whole heads or, if there are too few heads, a part of a head.
 //
-// The caller decides how: the call holds the number of threads, the parts of a head, pairs or sums, and the size of a
-// chunk. Which thread computes what depends only on these, so equal calls give equal bits.
+// The caller decides how: the call holds the number of threads, the parts of a head, whether threads share a head,
+// pairs or sums, and the size of a chunk. The order of all sums follows from the sizes of one head alone: neither other
+// heads nor the number of threads change a bit.
 #pragma once
 
 #include <memory>
@@ -54,79 +55,59 @@ template <class T> bool forward(const SubquadCall& call) {
       for (Size task = thread; task < tasks; task += threads) pairs.forward(task / parts, task % parts, parts);
     });
   const Shape s = Shape::of<T>(call, call.chunk, parts);
-  const Size share = call.group * call.queries * (call.values + 1);
-  Buffer<T> shares(parts > 1 ? tasks * share : 0);
-  const bool done = in_parallel(std::min(threads, tasks), [&](Size thread) {
+  const Size scans = call.shared ? parts : 1, share = call.group * call.queries * (call.values + 1);  // of a head
+  Buffer<T> shares(scans > 1 ? tasks * share : 0);
+  const bool done = in_parallel(std::min(threads, call.batch * scans), [&](Size thread) {
     std::unique_ptr<Scan<T>> scan;
-    for (Size task = thread; task < tasks; task += threads) {
-      if (!scan || parts > 1) scan = std::make_unique<Scan<T>>(s, task % parts, parts, false);
-      scan->forward(task / parts, shares + task * share);
+    for (Size task = thread; task < call.batch * scans; task += threads) {
+      const Size part = task % scans;
+      if (!scan || scans > 1) scan = std::make_unique<Scan<T>>(s, part, scans > 1 ? part + 1 : parts, parts, false);
+      scan->forward(task / scans, shares + task * share);
     }
   });
-  return done && (parts == 1 || join_parts<T>(call, shares));
+  return done && (scans == 1 || join_parts<T>(call, shares));
 }
 
-// The gradients of q, k and v. The first part of a head writes them in place, the others write shares to be added.
-template <class T> class Gradients {
- public:
-  Gradients(const SubquadCall& call, Size parts)
-      : call(call), parts(parts), sizes{Size(call.group * call.queries * call.query_width),
-                                        Size(call.keys * call.key_width), Size(call.keys * call.values)},
-        shares(call.batch * (parts - 1) * (sizes[0] + sizes[1] + sizes[2])) {}
+// The gradients of q, k and v of one head.
+template <class T> struct Gradients {
+  T *q, *k, *v;
 
-  T* q(Size b, Size part = 0) const { return place(b, part, 0); }
-  T* k(Size b, Size part = 0) const { return place(b, part, 1); }
-  T* v(Size b, Size part = 0) const { return place(b, part, 2); }
-
-  void join_parts() const {
-    for (Size b = 0; b < call.batch; ++b)
-      for (Size part = 1; part < parts; ++part)
-        for (Size input = 0; input < 3; ++input) {
-          T *total = place(b, 0, input), *share = place(b, part, input);
-          for (Size i = 0; i < sizes[input]; ++i) total[i] += share[i];
-        }
-  }
-
- private:
-  const SubquadCall& call;
-  const Size parts, sizes[3];  // sizes: of q, k and v of one head
-  Buffer<T> shares;
-
-  T* place(Size b, Size part, Size input) const {
-    void* const given[] = {call.q_grad, call.k_grad, call.v_grad};
-    if (part == 0) return static_cast<T*>(given[input]) + b * sizes[input];
-    const Size starts[] = {0, sizes[0], sizes[0] + sizes[1]};
-    return shares + (b * (parts - 1) + part - 1) * (sizes[0] + sizes[1] + sizes[2]) + starts[input];
-  }
+  Gradients(const SubquadCall& call, Size b)
+      : q(static_cast<T*>(call.q_grad) + b * call.group * call.queries * call.query_width),
+        k(static_cast<T*>(call.k_grad) + b * call.keys * call.key_width),
+        v(static_cast<T*>(call.v_grad) + b * call.keys * call.values) {}
 };
 
 template <class T> bool backward(const SubquadCall& call) {
   const Size threads = call.threads, parts = call.parts, tasks = call.batch * parts;
-  if (call.map == SEPARABLE || call.pairs) {
-    const Gradients<T> grads(call, 1);  // Parts by pairs write different rows, so they need no shares.
-    if (call.map == SEPARABLE)
-      return separable<T>(call, true,
-                          [&](Separable<T>& heads, Size b) { heads.backward(b, grads.q(b), grads.k(b), grads.v(b)); });
+  if (call.map == SEPARABLE)
+    return separable<T>(call, true, [&](Separable<T>& heads, Size b) {
+      const Gradients<T> to(call, b);
+      heads.backward(b, to.q, to.k, to.v);
+    });
+  if (call.pairs)  // Parts write different rows.
     return in_parallel(std::min(threads, tasks), [&](Size thread) {
       Pairs<T> pairs(call, true);
       for (Size task = thread; task < tasks; task += threads) {
-        const Size b = task / parts;
-        pairs.backward(b, task % parts, parts, grads.q(b), grads.k(b), grads.v(b));
+        const Gradients<T> to(call, task / parts);
+        pairs.backward(task / parts, task % parts, parts, to.q, to.k, to.v);
       }
     });
-  }
-  const Shape s = Shape::of<T>(call, call.chunk, parts);
-  const Gradients<T> grads(call, parts);
-  const bool done = in_parallel(std::min(threads, tasks), [&](Size thread) {
-    std::unique_ptr<Scan<T>> scan;
-    for (Size task = thread; task < tasks; task += threads) {
-      const Size b = task / parts, part = task % parts;
-      if (!scan || parts > 1) scan = std::make_unique<Scan<T>>(s, part, parts, true);
-      scan->backward(b, grads.q(b, part), grads.k(b, part), grads.v(b, part));
+  const Shape s = Shape::of<T>(call, call.chunk, 1);
+  const Size passes = call.shared ? 2 : 1;
+  return in_parallel(std::min(threads, call.batch * passes), [&](Size thread) {
+    Scan<T> scan(s, 0, 1, 1, true);
+    for (Size task = thread; task < call.batch * passes; task += threads) {
+      const Size b = task / passes;
+      const Gradients<T> to(call, b);
+      if (passes == 1)
+        scan.backward(b, to.q, to.k, to.v);
+      else if (task % passes == 0)
+        scan.backward_queries(b, to.q);
+      else
+        scan.backward_keys(b, to.k, to.v);
     }
   });
-  if (done) grads.join_parts();
-  return done;
 }
 
 template <class T> bool step(const SubquadCall& call) {

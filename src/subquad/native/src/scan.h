@@ -30,18 +30,20 @@ template <class T> T raised(T scale, T level) { return scale == T(-INFINITY) ? T
 
 template <class T> class Scan {
  public:
-  // If several threads share a head, each has its own panels: those of `part`.
-  Scan(const Shape& s, Size part, Size parts, bool differentiated)
-      : s(s), call(s.call), c(s.chunk), part(part), parts(parts), first_panel(s.panels * part / parts),
-        end_panel(s.panels * (part + 1) / parts), head(call), rows(head.rows), value_row(head.value_row),
+  // Scan the parts [part, end_part) of a head's features. Each part is summed up by itself, then the parts are added in
+  // their order: so it makes no difference to any bit whether one thread has all parts, or each thread one of them.
+  Scan(const Shape& s, Size part, Size end_part, Size parts, bool differentiated)
+      : s(s), call(s.call), c(s.chunk), part(part), end_part(end_part), parts(parts), first_panel(panel_of(part)),
+        end_panel(panel_of(end_part)), head(call), rows(head.rows), value_row(head.value_row),
         token_row(head.token_row), source(s), reader(s, differentiated),
         sums((end_panel - first_panel) * rows * s.panel), tokens(c * token_row), columns(token_row * c),
         values(c * value_row), value_columns(rows * c), grads(c * value_row), grad_columns(rows * c),
-        faded(c * value_row), faded_columns(rows * c), answers(rows * c), weights(c * c),
-        slopes(differentiated ? c * c : 0), query_poison(c), key_poison(c), key_scale(c), top(c), fade(c) {}
+        faded(c * value_row), faded_columns(rows * c), answers(rows * c), total(end_part - part > 1 ? rows * c : 0),
+        weights(c * c), slopes(differentiated ? c * c : 0), query_poison(c), key_poison(c), key_scale(c), top(c),
+        fade(c) {}
 
-  // Write outputs (g, n, e) and normalizers (g, n). With several parts, write the unnormalized sums of both to `share`
-  // (g, n, e + 1) instead.
+  // Write outputs (g, n, e) and normalizers (g, n). If this is not all parts, write the unnormalized sums of both to
+  // `share` (g, n, e + 1) instead.
   void forward(Size b, T* share) {
     begin(b);
     if (!call.causal) absorb_all_keys(b);
@@ -50,29 +52,50 @@ template <class T> class Scan {
       find_tops();
       for (Size g = 0; g < call.group; ++g) {
         take_queries_as_reader(b, g, first);
-        answer();
-        if (pairs_are_mine(first)) {
-          meet_source_keys<false>();
-          add_product<T>(rows, c, key_count, {values, 1, value_row}, weights, c, answers, c);
+        for (Size own = part; own < end_part; ++own) {
+          answer(panel_of(own), panel_of(own + 1));
+          if (call.causal && first / s.tokens % parts == own) {
+            meet_source_keys<false>();
+            add_product<T>(rows, c, key_count, {values, 1, value_row}, weights, c, answers, c);
+          }
+          if (end_part - part > 1) add_to_total(own == part);
         }
-        write_answers(b, g, first, share);
+        write_answers(b, g, first, end_part - part > 1 ? total : answers, share);
       }
       if (call.causal) absorb_keys(first + s.tokens < call.queries || call.after);
     }
     end(b);
   }
 
-  // Write the gradients (g, n, d), (m, d) and (m, e) of one head.
+  // Write the gradients (g, n, d), (m, d) and (m, e) of one head; all parts.
   void backward(Size b, T* q_grad, T* k_grad, T* v_grad) {
     const Buffer<T> levels(chunks_of_keys() + 1);  // before each chunk, and after the last
     differentiate_queries(b, q_grad, levels);
     differentiate_keys(b, k_grad, v_grad, levels);
   }
 
+  // The two passes of `backward` by themselves, for two threads that share a head: the same bits.
+  void backward_queries(Size b, T* q_grad) {
+    const Buffer<T> levels(chunks_of_keys() + 1);
+    differentiate_queries(b, q_grad, levels);
+  }
+
+  void backward_keys(Size b, T* k_grad, T* v_grad) {
+    const Buffer<T> levels(chunks_of_keys() + 1);
+    begin(b);
+    for (Size i = 0; i < chunks_of_keys(); ++i) {
+      levels[i] = level;
+      if (s.scaled) take_keys_as_source(b, i * s.tokens);
+      absorb_keys(false);
+    }
+    levels[chunks_of_keys()] = level;
+    differentiate_keys(b, k_grad, v_grad, levels);
+  }
+
  private:
   const Shape& s;
   const SubquadCall& call;
-  const Size c, part, parts, first_panel, end_panel;
+  const Size c, part, end_part, parts, first_panel, end_panel;
   const Head<T> head;
   const Size rows, value_row, token_row;  // rows: of S, the value width plus 1
   Source<T> source;
@@ -82,7 +105,7 @@ template <class T> class Scan {
   Buffer<T> values, value_columns;     // of keys, followed by a 1
   Buffer<T> grads, grad_columns;       // of the numerator and of the normalizer
   Buffer<T> faded, faded_columns;      // values or gradients, times a factor per token
-  Buffer<T> answers;                   // (rows, c)
+  Buffer<T> answers, total;            // (rows, c): of one part, and of the parts so far
   Buffer<T> weights, slopes;           // (c, c): source tokens by reader tokens
   Buffer<T> query_poison, key_poison;  // 0 or NaN
   Buffer<T> key_scale, top, fade;      // c of the keys; the largest c each row sees; exp(level - top)
@@ -92,7 +115,7 @@ template <class T> class Scan {
 
   T* panel_sums(Size p) { return sums + (p - first_panel) * rows * s.panel; }
   Size chunks_of_keys() const { return (call.keys + s.tokens - 1) / s.tokens; }
-  bool pairs_are_mine(Size first) const { return call.causal && first / s.tokens % parts == part; }
+  Size panel_of(Size own) const { return s.panels * own / parts; }
 
   // --- Passes of the backward ----------------------------------------------------------------------------------------
 
@@ -110,7 +133,7 @@ template <class T> class Scan {
         turn(grads + 0, value_row, c, rows, grad_columns + 0, c);
         reader.forget();
         descend(times_columns(grad_columns, fade, faded_columns));
-        if (pairs_are_mine(first)) {
+        if (call.causal) {
           meet_source_keys<true>();
           descend_pairs({values, value_row, 1}, key_count, grad_columns);
         }
@@ -125,12 +148,15 @@ template <class T> class Scan {
   // Backward over the chunks: dS, and the gradients of keys and values.
   void differentiate_keys(Size b, T* k_grad, T* v_grad, const T* levels) {
     clear();
-    if (!call.causal)
+    level = levels[chunks_of_keys()];
+    if (!call.causal) {
+      find_tops();
       for (Size first = 0; first < call.queries; first += s.tokens)
         for (Size g = 0; g < call.group; ++g) {
           take_queries_as_source(b, g, first);
           absorb(times_rows(grads, fade));
         }
+    }
     for (Size i = chunks_of_keys() - 1; i >= 0; --i) {
       const Size first = i * s.tokens;
       take_keys_as_reader(b, first);
@@ -139,7 +165,7 @@ template <class T> class Scan {
         for (Size t = 0; t < c; ++t) fade[t] = raised(key_scale[t], after);
       reader.forget();
       descend(times_columns(value_columns, fade, faded_columns));
-      answer();
+      answer(first_panel, end_panel);
       if (call.causal) {
         if (s.scaled) times_sums(raised(before, after));
         level = before;
@@ -147,7 +173,6 @@ template <class T> class Scan {
         for (Size g = 0; g < call.group; ++g) {
           take_queries_as_source(b, g, first);
           if (first > 0) absorb(times_rows(grads, fade));
-          if (!pairs_are_mine(first)) continue;
           meet_source_queries();
           add_product<T>(rows, c, query_count, {grads, 1, value_row}, weights, c, answers, c);
           descend_pairs({grads, value_row, 1}, query_count, value_columns);
@@ -229,12 +254,17 @@ template <class T> class Scan {
     }
   }
 
-  void answer() {
+  void answer(Size from_panel, Size to_panel) {
     std::fill(answers + 0, answers + rows * c, T(0));
     if (nothing) return;
-    for (Size p = first_panel; p < end_panel; ++p)
+    for (Size p = from_panel; p < to_panel; ++p)
       add_product<T>(rows, c, s.count(p), {panel_sums(p), s.panel, 1}, reader.panel(p), c, answers, c);
     times_columns(answers, fade, answers);
+  }
+
+  void add_to_total(bool is_first) {
+    for (Size i = 0; i < rows * c; i += lanes<T>)
+      store(total + i, is_first ? load(answers + i) : load(total + i) + load(answers + i));
   }
 
   void descend(const T* given) {
@@ -370,13 +400,13 @@ template <class T> class Scan {
 
   void blank(T* rows_of, Size row, Size count) const { std::fill(rows_of + count * row, rows_of + c * row, T(0)); }
 
-  void write_answers(Size b, Size g, Size first, T* share) {
+  void write_answers(Size b, Size g, Size first, const T* found, T* share) {
     if (part == 0)
       head.write_poison(b, g, first, query_count, seen_poison, call.causal ? key_poison + 0 : nullptr, query_poison);
-    if (parts == 1) return head.write_answers(b, g, first, query_count, answers, c);
+    if (end_part - part == parts) return head.write_answers(b, g, first, query_count, found, c);
     T* to = share + (g * call.queries + first) * rows;
     for (Size t = 0; t < query_count; ++t)
-      for (Size e = 0; e < rows; ++e) to[t * rows + e] = answers[e * c + t];
+      for (Size e = 0; e < rows; ++e) to[t * rows + e] = found[e * c + t];
   }
 };
 

@@ -25,7 +25,7 @@ template <class T> class Separable {
       : call(call), n(call.keys), c(call.key_width), row(padded<T>(c)), kept(differentiated ? n : 1), features(n * row),
         inverses(kept * row), shares(call.group * n * row), poison(call.group * n), token(row),
         value(padded<T>(call.values)), sums(row), given(as_features()), shape(Shape::of<T>(given, call.chunk, 1)),
-        scan(shape, 0, 1, differentiated) {}
+        scan(shape, 0, 1, 1, differentiated) {}
 
   void forward(Size b) {
     make(b);

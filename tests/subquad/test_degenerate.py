@@ -1,0 +1,158 @@
+"""Sizes of 0 and sizes that no machine has: every method means what exact attention means, or raises the same error."""
+
+import time
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import subquad
+from calls import METHODS
+from subquad import Decoder, Exact, Multipole, RandomFeatures, Taylor, Window, attention, cost, error, measure_error
+
+ALL = METHODS | {"exact": Exact(), "multipole": Multipole(), "window": Window(64, sinks=1)}
+WITHOUT_WEIGHTS = {"identity", "relu"}  # whose features of 0 are 0
+by_any_method = pytest.mark.parametrize("name", ALL)
+both = pytest.mark.parametrize("is_causal", [False, True])
+
+
+def inputs(query: tuple[int, ...], key: tuple[int, ...], value_width: int = 3) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return tuple(torch.randn(shape, generator=generator) for shape in (query, key, (*key[:-1], value_width)))
+
+
+@by_any_method
+@both
+@pytest.mark.parametrize("n", [1, 5, 300])
+def test_logits_of_width_0_are_0(name, is_causal, n):
+    if n == 300 and name == "window":  # It sees a part of so many tokens.
+        pytest.skip("a window of 64 has another mean")
+    q, k, v = inputs((2, 2, n, 0), (2, 2, n, 0))
+    out = attention(q, k, v, is_causal=is_causal, method=ALL[name])
+    mean = v.cumsum(-2) / torch.arange(1, n + 1)[:, None] if is_causal else v.mean(-2, keepdim=True).expand_as(v)
+    if name in WITHOUT_WEIGHTS:
+        mean = torch.zeros_like(v)
+    torch.testing.assert_close(out, mean, rtol=1e-5, atol=1e-5)
+
+
+@by_any_method
+def test_width_0_has_states_steps_and_gradients(name):
+    q, k, v = inputs((1, 2, 9, 0), (1, 2, 9, 0))
+    whole = attention(q, k, v, is_causal=True, method=ALL[name])
+    parts, state = [], None
+    for cut in (slice(0, 4), slice(4, 4), slice(4, 8)):
+        part, state = attention(
+            q[:, :, cut], k[:, :, cut], v[:, :, cut], is_causal=True, method=ALL[name], state=state, return_state=True
+        )
+        parts.append(part)
+    parts.append(Decoder(state)(q[:, :, 8:], k[:, :, 8:], v[:, :, 8:]))
+    torch.testing.assert_close(torch.cat(parts, -2), whole, rtol=1e-5, atol=1e-5)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    grads = torch.autograd.grad(attention(*leaves, is_causal=True, method=ALL[name]).sum(), leaves, allow_unused=True)
+    assert grads[0].shape == q.shape and grads[1].shape == k.shape
+    assert bool(grads[2].isfinite().all()) and (name in WITHOUT_WEIGHTS or bool(grads[2].any()))
+
+
+@by_any_method
+@both
+def test_a_result_without_numbers_has_the_broadcast_shape(name, is_causal):
+    shapes = {
+        ((1, 2, 0, 4), (3, 2, 5, 4), 4): (3, 2, 0, 4),  # no queries
+        ((1, 2, 5, 4), (3, 2, 5, 4), 0): (3, 2, 5, 0),  # no value width
+        ((1, 2, 5, 4), (3, 2, 0, 4), 3): (3, 2, 5, 3),  # no keys
+        ((2, 0, 5, 4), (2, 1, 5, 4), 3): (2, 0, 5, 3),  # no query heads
+        ((2, 0, 5, 0), (2, 1, 5, 0), 3): (2, 0, 5, 3),
+        ((0, 2, 5, 4), (1, 2, 5, 4), 3): (0, 2, 5, 3),  # no batch
+    }
+    for ((query, key, value_width), expected), return_state in product(shapes.items(), (False, True)):
+        if name == "window" and query[-2] != key[-2] and not is_causal:
+            continue  # A window on both sides has no positions for other queries than keys: it says so.
+        given = [x.requires_grad_() for x in inputs(query, key, value_width)]
+        found = attention(*given, is_causal=is_causal, method=ALL[name], return_state=return_state)
+        out = found[0] if return_state else found
+        assert out.shape == expected and not bool(out.any()), (query, key)
+        grads = torch.autograd.grad(out.sum(), given, allow_unused=True)
+        assert all(g is None or not bool(g.any()) for g in grads)
+
+
+@by_any_method
+@both
+def test_heads_may_be_masked_where_key_heads_are_padded_and_packed(name, is_causal):
+    q, k, v = inputs((2, 4, 5, 8), (2, 2, 5, 8))
+    by_head = torch.rand(4, 1, 5, generator=torch.Generator().manual_seed(1)) > 0.3
+    padding = torch.rand(2, 2, 5, generator=torch.Generator().manual_seed(2)) > 0.3
+    packing = torch.tensor([0, 0, 1, 1, 1]).expand(2, 2, 5)
+    for masks in (dict(key_padding_mask=padding), dict(segment_ids=packing)):
+        given = dict(is_causal=is_causal, method=ALL[name])
+        out = attention(q, k, v, attn_mask=by_head, enable_gqa=True, **masks, **given)
+        for head in range(4):
+            one = [q[:, head : head + 1], k[:, head // 2, None], v[:, head // 2, None]]
+            own = {what: mask[:, head // 2, None] for what, mask in masks.items()}
+            alone = attention(*one, attn_mask=by_head[head], **own, **given)
+            torch.testing.assert_close(out[:, head, None], alone, rtol=1e-5, atol=1e-6)
+
+
+@by_any_method
+@both
+def test_a_mask_of_one_dimension_hides_keys(name, is_causal):
+    q, k, v = inputs((1, 2, 5, 4), (1, 2, 5, 4))
+    mask = torch.tensor([True, True, False, True, True])
+    given = dict(is_causal=is_causal, method=ALL[name])
+    out = attention(q, k, v, attn_mask=mask, **given)
+    torch.testing.assert_close(out, attention(q, k, v, key_padding_mask=mask, **given), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize(
+    ("method", "width"),
+    [(Taylor(10**9), 8), (Taylor(10**9, basis="diagonal"), 8), (Taylor(4), 4096), (RandomFeatures(2**31), 8)],
+)
+def test_features_beyond_memory_raise_at_once(method, width, device):
+    x = torch.randn(3, 1, 1, 4, width, device=device)
+    begin = time.process_time()
+    for options in ({}, dict(is_causal=True), dict(is_causal=True, return_state=True)):
+        with pytest.raises(
+            ValueError, match=r"^method: .* features at width \d+; .* bytes, but this machine has [\d,]+"
+        ):
+            attention(*x, method=method, **options)
+    if device == "cpu":
+        with pytest.raises(ValueError, match=r"^method: .* bytes, but this machine has"):
+            measure_error(*x, method=method)
+    assert cost(method, query_length=8, head_dim=width).state_bytes > 10**10
+    assert time.process_time() - begin < 5
+
+
+@pytest.mark.parametrize("reach", [0.5, 30.0, 1e4])
+def test_errors_of_high_degrees_are_known_at_once(reach):
+    begin = time.process_time()
+    assert error(Taylor(10**9), logit_range=reach).relative < 1e-9
+    assert time.process_time() - begin < 2
+
+
+def test_a_module_with_too_many_features_is_not_made():
+    with pytest.raises(ValueError, match=r"^method: RandomFeatures.* bytes"):
+        subquad.MultiheadAttention(8, 2, method=RandomFeatures(2**33))
+
+
+def test_scripting_is_refused_by_name():
+    with pytest.raises(NotImplementedError, match=r"^subquad.MultiheadAttention: torch.jit.script is not supported"):
+        torch.jit.script(subquad.MultiheadAttention(8, 2))
+
+
+def test_wrong_shapes_raise_what_torch_raises():
+    module, x = subquad.MultiheadAttention(4, 4), torch.randn(4, 4, 4)
+    keys = torch.zeros(4, dtype=torch.bool)
+    for changed in [dict(key=x[0]), dict(value=x[0]), dict(key_padding_mask=keys), dict(attn_mask=keys)]:
+        arguments = dict(query=x, key=x, value=x) | changed
+        for wanted in (AssertionError, ValueError):
+            with pytest.raises(wanted, match=next(iter(changed))):
+                module(**arguments)
+        with pytest.raises(AssertionError):
+            torch.nn.MultiheadAttention(4, 4)(**arguments)
+
+
+def test_exact_is_still_torch():
+    q, k, v = inputs((2, 2, 5, 4), (2, 2, 7, 4))
+    assert torch.equal(attention(q, k, v), F.scaled_dot_product_attention(q, k, v))
