@@ -15,8 +15,8 @@ Table = TypeVar("Table", bound=Callable[..., Tensor])
 def constant(make: Table) -> Table:
     """Cache a function that makes a tensor from hashable arguments.
 
-    The tensor is created in a separate thread: a tensor made inside torch.func or torch.compile belongs to that call and
-    must not be kept for others.
+    The tensor is created in a separate thread: a tensor made inside torch.func or torch.compile belongs to that call
+    and must not be kept for others.
     """
 
     @lru_cache(maxsize=64)

@@ -43,7 +43,7 @@ class Asker:
     norm: float  # the least that the sum of squares over all rows can be
     risk: Tensor  # (b, g, n), as `risks` returns it
     budget: float  # operations
-    reserve: float = 0.0  # the part of the budget that only Multipole may use: the most promising one in a trained model
+    reserve: float = 0.0  # part of the budget that only Multipole may use, the most promising in a trained model
     closest: ErrorEstimate = UNKNOWN_ERROR
     name: str = ""  # of the method that came closest
     skipped: list[str] = field(default_factory=list)  # methods that would have cost too much
