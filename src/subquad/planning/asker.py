@@ -124,7 +124,7 @@ class Asker:
 
     @cached_property
     def radius(self) -> Tensor:
-        """(b,): the largest distance of a value from the mean of its head, half of the diameter at least."""
+        """The largest distance of a value from the mean of its head, at least half of the diameter, (b,)."""
         values, keep = self.call.layout.fold_key(self.call.value).double(), self.call.keep()
         seen = values.new_ones(values.shape[:-1], dtype=torch.bool) if keep is None else keep
         shown = torch.where(seen[..., None], values, 0.0)
