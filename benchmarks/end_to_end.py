@@ -12,7 +12,7 @@ the threads of the contestant before it go to sleep.
     same token      share of these tokens after which the most likely next token is that of exact attention
 
 With `--loops` it compares two ways to decode instead, for exact attention, Taylor(2) and Multipole: `generate`, and the
-usual custom loop. Both choose the most likely token; each is timed once per round, in turn.
+usual loop in user code. Both choose the most likely token; each is timed once per round, in turn.
 """
 
 import argparse

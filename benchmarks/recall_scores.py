@@ -165,7 +165,7 @@ def process_context(model: Any, sample: Sample, attend: Attend) -> Any:
 
 @torch.no_grad()
 def score_answers(model: Any, sample: Sample, context: Any, attend: Attend) -> Tensor:
-    """Return (2, answers): whether each token ranks first, and its loss. The cache is as before afterwards."""
+    """Return (2, answers): whether each token ranks first, and its loss. The cache is unchanged afterwards."""
     rest = sample.tokens[:, sample.boundary :]
     with swapped(model, attend):
         states = model.base_model(rest, past_key_values=context, use_cache=True).last_hidden_state[0]

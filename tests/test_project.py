@@ -112,3 +112,33 @@ def test_forms_ask_for_the_environment() -> None:
     for path in FORMS:
         labels = [field["attributes"]["label"] for field in read(path)["body"]]
         assert "Output of `subquad env`" in labels, path.name
+
+
+# House phrases and British spellings, which readers would stumble over. README and the pages of docs/ come next.
+FOREIGN = re.compile(
+    r"in the place of|\bso many\b|\bnobody\b|\balike\b|\b(?:is|are) no (?!longer|\w+ion\b|utterance)|\bgo(?:es)? on\b"
+    r"|\b(?:is|are|was) told\b|\bspeaks\b|\bhears\b|\banew\b|\bquicke(?:r|st)\b|\blikeli(?:er|est)\b|, found \{"
+    r"|(?:normal|optim|recogn|synthes|penal|stabil)is(?:e|ing|ation)|colour|neighbour|centre[ds]?\b|behaviour|licence",
+    re.IGNORECASE,
+)
+WRITTEN = ["src/subquad_lab", "tools", "benchmarks", "CHANGELOG.md", "CONTRIBUTING.md", "Makefile", "docs/theory.md"]
+
+
+def foreign(text: str) -> list[str]:
+    """Return the lines with a phrase that the style does not allow."""
+    return [line.strip() for line in text.splitlines() if FOREIGN.search(line)]
+
+
+@pytest.mark.parametrize("place", WRITTEN)
+def test_the_text_is_plain_american_english(place: str) -> None:
+    path = ROOT / place
+    files = [path] if path.is_file() else [*path.rglob("*.py"), *path.rglob("*.yaml"), *path.rglob("*.html")]
+    found = [f"{file.relative_to(ROOT)}: {line}" for file in files for line in foreign(file.read_text())]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "line", ["x is no field of y", "the optimiser", "the same command goes on", "expected 1, found {x}"]
+)
+def test_a_house_phrase_is_reported(line: str) -> None:
+    assert foreign(f"plain text\n{line}\n") == [line]

@@ -41,7 +41,20 @@ CORE = [name for path in FILES if (name := path.relative_to(LIBRARY).as_posix())
 QUICK = ["tests/test_tiny.py"]
 SLOW = [
     f"tests/subquad/test_{name}.py"
-    for name in ("attention", "decoding", "features", "forms", "multipole", "state", "window", "block_sparse")
+    for name in (
+        "attention",
+        "decoding",
+        "degenerate",
+        "export",
+        "features",
+        "forms",
+        "masks",
+        "multipole",
+        "sdpa",
+        "state",
+        "window",
+        "block_sparse",
+    )
 ]
 GOAL = 0.9
 TIMEOUT_FACTOR, TIMEOUT_SECONDS = 5, 20  # Time limit: this multiple of the normal time, at least this many seconds.

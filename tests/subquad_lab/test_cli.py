@@ -1,4 +1,7 @@
+import functools
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -8,7 +11,9 @@ import pytest
 
 import subquad
 from small_runs import heed_interrupts
-from subquad_lab.cli import main
+from subquad_lab.cli import COMMANDS, OUTPUT_FOLDERS, main
+from subquad_lab.experiments import EXPERIMENTS
+from subquad_lab.options.parsing import call
 
 COMMAND = [sys.executable, "-m", "subquad_lab"]
 TOY = ["bench", "--lengths", "32,64", "--methods", "taylor:2,separable", "--heads", "1", "--head-dim", "4"]
@@ -56,6 +61,34 @@ finally:
 )
 def test_bad_usage_gets_one_line_and_exit_code_2(arguments, message, complaint):
     assert message in complaint(arguments)
+
+
+def help_of(*arguments: str, capfd) -> str:
+    with pytest.raises(SystemExit):
+        main([*arguments, "--help"])
+    return capfd.readouterr().out
+
+
+@pytest.mark.parametrize("command", [command.__name__ for command in COMMANDS])
+def test_help_has_an_example_that_is_accepted(command, capfd, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    example = re.search(rf"^Example: (subquad {command}\b.*)$", help_of(command, capfd=capfd), re.MULTILINE)
+    called = []
+    record = lambda function: functools.wraps(function)(lambda **given: called.append(function.__name__))
+    call([record(each) for each in COMMANDS], OUTPUT_FOLDERS, shlex.split(example[1])[1:], lambda: EXPERIMENTS)
+    assert called == [command]
+
+
+@pytest.mark.parametrize("command", [["plan"], ["bench"], ["verify"], *(["train", name] for name in EXPERIMENTS)])
+def test_each_option_is_described_with_its_default_and_without_python_types(command, capfd, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    options = re.split(r"\n  (?=--)", help_of(*command, capfd=capfd))[1:]
+    assert len(options) >= 4
+    for option in options:
+        line = " ".join(option.split())
+        assert re.match(r"--[a-z-]+ \S+ [A-Za-z]\S* .*[.)]$", line), line
+        assert not re.search(r"type:|Literal|True|False", line), line
+        assert ("default: null" in line) <= ("; null: " in line), line
 
 
 @pytest.mark.parametrize("command", ["verify", "report"])

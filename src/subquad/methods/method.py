@@ -139,8 +139,8 @@ class UserMap(FeatureMethod):
 
     is_learned = True
 
-    def __init__(self, map: FeatureMap) -> None:
-        self.map = map
+    def __init__(self, feature_map: FeatureMap) -> None:
+        self.map = feature_map
 
     @property
     def positive(self) -> bool:  # type: ignore[override]

@@ -176,7 +176,7 @@ def _exact(reason: str) -> Choice:
 
 
 def _chosen(call: Call, training: bool, auto: Auto, first: AnyMethod | None = None) -> Choice:
-    """Return the fastest method that keeps the promise for a call, or `first` if it keeps it."""
+    """Return the fastest method within the error budget of a call, or `first` if it is."""
     shape = _shape(call, training)
     if 0 in (shape.batch, shape.key_heads, shape.query_length, shape.key_length, shape.head_dim, shape.value_dim):
         return _exact("there is nothing to compute")

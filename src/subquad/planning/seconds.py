@@ -71,7 +71,7 @@ def _multipole_work(method: Multipole, shape: Shape) -> list[float]:
 
 
 def _sparse_work(method: SparseMethod, shape: Shape) -> list[float]:
-    """A block of rows meets all keys that one of them sees; tiles do where keys are read, and in the pass by keys."""
+    """Count pairs: a block of rows reads every key that one of its rows attends to, and so do tiles in other passes."""
     width, queries = shape.head_dim + shape.value_dim, _tokens(shape)[0]
     by_blocks, by_tiles = (pairs_of(method, shape, rows) for rows in (SPARSE_BLOCK_ROWS, SPARSE_TILE_ROWS))
     return [1.0, by_blocks * width, by_blocks, by_tiles * width, queries]
@@ -88,7 +88,7 @@ def _map_width(method: FeatureMethod, shape: Shape) -> int:
 
 
 def _fused_work(method: FeatureMethod, shape: Shape) -> list[float]:
-    """The kernels meet all pairs, where that is less, or add up features and meet pairs inside a chunk."""
+    """Count operations of the kernels: all pairs if that is cheaper, otherwise features plus pairs inside a chunk."""
     d, e, r, (queries, tokens) = shape.head_dim, shape.value_dim, method.size(shape.head_dim), _tokens(shape)
     plan = kernel_schedule(method, shape, "backward" if shape.training else "forward")
     if plan.pairs:

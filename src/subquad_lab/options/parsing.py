@@ -45,7 +45,8 @@ class Help(DefaultHelpFormatter):
         text = super()._expand_help(action)
         text = re.sub(r"(?:required)?(?:, )?(?:type: .*?)?(?:, (?=default: )|(?=\)$))", "", text)
         text = re.sub(r"default: (True|False)\)$", lambda found: found[0].lower(), text)
-        return re.sub(r" \((?:default: (?:null|\[\]))?\)$", "", text)
+        empty = r"\[\]" if "; null: " in text else r"\[\]|null"  # The help says what null means, or the default itself.
+        return re.sub(rf" \((?:default: (?:{empty}))?\)$", "", text)
 
 
 class Options(ArgumentParser):
@@ -157,9 +158,12 @@ def add_experiments(
         required=False, dest="experiment", title="experiments", metavar="EXPERIMENT",
         description=f"Run `subquad {command.__name__} EXPERIMENT --help` for the options of an experiment.",
     )  # fmt: skip
+    values = " --grid.lr 0.001,0.01" if "grid" in own else ""
     for name, experiment in known.items():
         about = inspect.cleandoc(experiment.about)
-        fields = Options(description=f"{inspect.getdoc(command)}\n\n{about}")
+        example = f"Example: subquad {command.__name__} {name} --preset quick{values}"
+        description = (inspect.getdoc(command) or "").partition("Example: ")[0]
+        fields = Options(description=f"{description}{about}\n\n{example}")
         experiments.add_subcommand(name, fields, help=about.partition("\n")[0])
         place = out if "resume" in own else f"{out}/{name}"  # A folder holds one comparison, or one sweep.
         fields.add_argument("--out", type=str, default=place, help="Output folder.")

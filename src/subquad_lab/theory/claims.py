@@ -39,7 +39,7 @@ class Check(NamedTuple):
     @property
     def claimed(self) -> str:
         """The claim as text, with the tolerance of an equality unless it is only for rounding."""
-        within = f" within {100 * self.within:g}%" if self.within > SAME else ""
+        within = f" within {100 * self.within:g}%" if self.within > DEFAULT_TOLERANCE else ""
         return f"{self.relation} {figure(self.bound)}{within}"
 
 
@@ -91,11 +91,13 @@ def claim(number: int, statement: str, formula: str, mistake: str | None = None)
 
 # --- Checks -------------------------------------------------------------------------------------------------------
 
-SAME = 1e-9  # relative error that rounding may cause in a whole computation
-SMALL = 1e-5  # Smaller bounds are bounds of rounding errors, in float64 or float32.
+DEFAULT_TOLERANCE = 1e-9  # relative error that rounding may cause in a whole computation
+MAX_ROUNDING_BOUND = 1e-5  # Smaller bounds are bounds of rounding errors, in float64 or float32.
 
 
-def equal(what: str, measured: float, claimed: float, within: float = SAME, mistake: bool = False) -> Check:
+def equal(
+    what: str, measured: float, claimed: float, within: float = DEFAULT_TOLERANCE, mistake: bool = False
+) -> Check:
     """Check equality with a relative tolerance, which is absolute if the claimed value is 0."""
     holds = abs(measured - claimed) <= within * max(abs(claimed), 1.0 if claimed == 0 else 0.0)
     return Check(what, measured, "=", claimed, holds, mistake, within)
@@ -125,7 +127,7 @@ def shown(check: Check) -> str:
     if check.relation == "<=" and check.holds and check.measured >= 0:
         if check.measured < ROUNDING <= check.bound:
             return f"below {ROUNDING:g}"
-        if check.bound < SMALL:
+        if check.bound < MAX_ROUNDING_BOUND:
             return f"below {check.bound:g}"
     return figure(check.measured)
 

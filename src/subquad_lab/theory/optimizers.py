@@ -36,7 +36,7 @@ def walk(make: Make, setting: Setting, steps: int, penalty: float = 0.0) -> Tens
     return torch.stack(places)
 
 
-# --- 17 and 18: momentum and running averages ---------------------------------------------------------------------
+# --- 17 and 18: momentum and moving averages ---------------------------------------------------------------------
 
 
 def rate_of_momentum(rate: float, share: float) -> float:

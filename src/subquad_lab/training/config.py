@@ -28,10 +28,10 @@ class Training:
         schedule: Learning rate schedule after the warm-up: constant, linear to 0, or cosine to 0. epochs: lr/100, about
             lr/2 and lr in the first three epochs, then linear to lr/100 in the last.
         warmup: Number of steps of linear learning rate warm-up.
-        clip: Maximum gradient norm. Default: no clipping.
-        evaluate_every: Steps between evaluations. Default: one epoch.
-        patience: Stop early after this many evaluations without improvement. Default: never.
-        save_every: Steps between checkpoints. Default: after each evaluation and about once a minute.
+        clip: Maximum gradient norm; null: no clipping.
+        evaluate_every: Steps between evaluations; null: one epoch.
+        patience: Stop early after this many evaluations without improvement; null: never.
+        save_every: Steps between checkpoints; null: save after each evaluation and about once a minute.
         weights: Weights to test: those of the best evaluation or the last ones.
     """
 

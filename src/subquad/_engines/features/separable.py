@@ -32,7 +32,7 @@ class SeparableKernel(Kernel):
     """Weights softmax_c(q_i) exp(k_jc), with one normalizer per row and feature."""
 
     def prepare(self, keys: Keys) -> Keys:
-        """The features are the exponents; a hidden key has exp(-inf)."""
+        """Return the exponents as features; a hidden key has exp(-inf)."""
         if keys.keep is None:
             return keys._replace(features=keys.keys)
         return keys._replace(features=torch.where(keys.keep[..., None], keys.keys, NEVER))

@@ -314,18 +314,17 @@ def bias(found: Tensor, wanted: float) -> float:
 
 
 def gain(q: Tensor, k: Tensor, kind: str, seed: int) -> float:
-    """The mean squared error with independent draws by that with orthogonal ones, as many as the width."""
+    """Return the mean squared error of `width` independent draws, divided by that of orthogonal draws."""
     width = q.shape[-1]
     independent, orthogonal = (estimates(q, k, drawn(width, width, seed, turned), kind) for turned in (False, True))
     return float((independent - kernel(q, k)).square().mean() / (orthogonal - kernel(q, k)).square().mean())
 
 
 def orthogonal_gain(apart: float) -> float:
-    """Of 4 trigonometric features at width 4, |q - k| apart: their variance from independent draws by that from
-    orthogonal ones.
+    """Return the variance of 4 trigonometric features with independent draws, divided by that with orthogonal draws.
 
-    The mean of cos(x.z) cos(y.z) is exp(-2 s) for independent x and y, s = |z|^2/2, and exp(-s) (1 - s + s^2/6) for
-    orthogonal ones.
+    The width is 4 and |q - k| is `apart`. The mean of cos(x.z) cos(y.z) is exp(-2 s) for independent x and y, with s =
+    |z|^2/2, and exp(-s) (1 - s + s^2/6) for orthogonal x and y.
     """
     s = apart**2 / 2
     of_one = (1 + math.exp(-4 * s)) / 2 - math.exp(-2 * s)
