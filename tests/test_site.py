@@ -118,7 +118,7 @@ def helps() -> Iterator[tuple[str, str]]:
     """Yield each command with what its --help prints."""
     for command in cli.COMMANDS:
         name = command.__name__
-        experiments = list(EXPERIMENTS) if name in cli.OF_EXPERIMENTS else []
+        experiments = list(EXPERIMENTS) if name in cli.OUTPUT_FOLDERS else []
         for words in [[name], *([name, experiment] for experiment in experiments)]:
             printed = io.StringIO()
             with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):

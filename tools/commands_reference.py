@@ -18,7 +18,7 @@ SHARED = [field.name for field in fields(Training)]
 
 def parser(command: str) -> Any:
     """Return the parser of a subcommand."""
-    options = parser_of(cli.COMMANDS, cli.OF_EXPERIMENTS, [command], lambda: EXPERIMENTS).options
+    options = parser_of(cli.COMMANDS, cli.OUTPUT_FOLDERS, [command], lambda: EXPERIMENTS).options
     return subparsers(options)[command]
 
 
@@ -68,7 +68,7 @@ def command_section(command: str) -> str:
     """Return the section of one subcommand."""
     options = parser(command)
     parts = [f"## subquad {command}", described(options), *map(entry, options_of(options._actions))]
-    if command in cli.OF_EXPERIMENTS:
+    if command in cli.OUTPUT_FOLDERS:
         by_name = subparsers(options)
         parts.insert(2, f"`subquad {command} EXPERIMENT`, where `EXPERIMENT` is one of {', '.join(by_name)}. Any "
                         "[field of the experiment](#fields-of-all-experiments) is an option as well.")  # fmt: skip

@@ -343,8 +343,10 @@ def env(json_: bool = False) -> None:
 def cache(clear: bool = False) -> None:
     """Show the files in the cache folder with their sizes and ages, or empty it.
 
-    It holds calibrations of this machine, features of sounds and converted graphs; all of them can be made again. Above
-    a size limit, features that have not been used for the longest time are removed. Example: subquad cache --clear
+    It holds calibrations of this machine, audio features and converted graphs; all of them can be recreated. Above a
+    size limit, the least recently used features are removed.
+
+    Example: subquad cache --clear
 
     Args:
         clear: Remove the files.

@@ -24,6 +24,7 @@ def complaint(capfd: pytest.CaptureFixture[str]) -> Callable[[list[str]], str]:
     """Run a command that is expected to be refused, and return the one line that says why."""
 
     def refused(arguments: list[str]) -> str:
+        capfd.readouterr()  # what a fixture has printed
         assert main(arguments) == 2
         out, err = capfd.readouterr()
         assert out == ""

@@ -23,7 +23,7 @@ from subquad._engines import engine_of, run
 from subquad._engines.features.kernel import ready_keys, ready_queries
 from subquad._engines.features.method_kernel import kernel_of, shifted
 from subquad._engines.finite import widen
-from subquad.methods.memory_limit import check_memory
+from subquad.methods.memory_limit import check_memory, needs_features
 from subquad.methods.method import feature_method
 from subquad.methods.window import Window
 from subquad.planning.multipole_rows import is_rowwise, multipole_rows
@@ -208,7 +208,8 @@ def method_rows(method: Any, call: Call, picked: Picked) -> Tensor:
         rows = call.layout.fold_query(run(method, call._replace(dtype=wide, is_headless=False)).output)
         return rows.gather(2, picked.places[..., None].expand(-1, -1, -1, rows.shape[-1])).double()
     (b, g, p), features, all_keep = picked.places.shape, feature_method(method), call.keep()
-    check_memory(features, call.layout.width, b * (call.layout.value_width + 1))
+    if needs_features(features, "dense"):
+        check_memory(features, call.layout.width, call.layout.value_width + 1)
     key = shifted(features, call.key, call.layout.key_heads)
     if features.of_logits is not None and features.normalizer == "row" and all_keep is None:
         wide = torch.promote_types(call.dtype, torch.float32)

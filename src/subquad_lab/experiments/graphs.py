@@ -271,7 +271,7 @@ EXPERIMENT = Experiment(
     build=build,
     label=label,
     variants=variants,
-    varied=("mixer", "self_loops", "normalisation"),
+    varied=("mixer", "self_loops", "normalization"),
     pictures=pictures,
     published=PUBLISHED,
 )

@@ -61,7 +61,8 @@ def given_fields(experiment: Configured[Any], arguments: list[str]) -> dict[str,
 
 def without_varied(experiment: Configured[Any], values: dict[str, Any], arguments: list[str]) -> dict[str, Any]:
     """The values without the fields that a comparison sets by itself: another value there would be ignored."""
-    named = {option.removeprefix("--").replace("-", "_") for option, _ in _pairs(arguments)}
+    given = (option for option, _ in _pairs(arguments) if option.startswith("--"))
+    named = {option.removeprefix("--").replace("-", "_") for option in given}
     for field in experiment.varied:
         default = getattr(experiment.config, field)
         if field in named or values.get(field, default) != default:

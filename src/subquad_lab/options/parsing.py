@@ -158,10 +158,10 @@ def add_experiments(
         required=False, dest="experiment", title="experiments", metavar="EXPERIMENT",
         description=f"Run `subquad {command.__name__} EXPERIMENT --help` for the options of an experiment.",
     )  # fmt: skip
-    values = " --grid.lr 0.001,0.01" if "grid" in own else ""
+    search = " --grid.lr 0.001,0.01" if "grid" in own else ""
     for name, experiment in known.items():
         about = inspect.cleandoc(experiment.about)
-        example = f"Example: subquad {command.__name__} {name} --preset quick{values}"
+        example = f"Example: subquad {command.__name__} {name} --preset quick{search}"
         description = (inspect.getdoc(command) or "").partition("Example: ")[0]
         fields = Options(description=f"{description}{about}\n\n{example}")
         experiments.add_subcommand(name, fields, help=about.partition("\n")[0])
@@ -171,8 +171,7 @@ def add_experiments(
         fields.add_argument("--preset", type=str | None, default=None, help=f"Built-in config to start from: {names}.")
         fields.add_argument("--config", type=str | None, default=None,
                             help="YAML file with values for any of the options below. If both --preset and --config "
-                                 "are "
-                            "given, the later one takes precedence.")  # fmt: skip
+                                 "are given, the later one wins; options given directly override both.")  # fmt: skip
         if "trials" in own:
             fields.add_argument("--trials", type=int, default=20, help="Maximum number of trials of a --span search.")
         is_compared = command.__name__ == "compare"

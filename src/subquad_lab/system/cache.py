@@ -48,7 +48,7 @@ def clear() -> tuple[int, int]:
 
 def trim_speech(folder: Path, limit: int, kept: Path) -> None:
     """Remove features until `limit` bytes are left, the longest unused first; `kept` stays, however large it is."""
-    with suppress(OSError):  # A cache that cannot be trimmed is no reason to stop a run.
+    with suppress(OSError):  # A run does not stop because its cache cannot be trimmed.
         found = {path: path.stat() for path in folder.glob("*.safetensors")}
         total = sum(stat.st_size for stat in found.values())
         for path in sorted(found.keys() - {kept}, key=lambda path: found[path].st_mtime_ns):

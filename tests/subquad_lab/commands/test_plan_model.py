@@ -147,7 +147,7 @@ def test_small_logits_can_be_approximated_and_large_ones_only_by_blocks(kind, tm
     out, _ = capfd.readouterr()
     assert "0 of 2 layers" in out
     assert "Keep exact attention." in out
-    assert "An error of 0.05 in each layer is stricter than perplexity needs" in out
+    assert "An error of 0.05 in each layer is stricter than perplexity requires" in out
     assert [line.split()[0] for line in out.splitlines() if re.match(r" *\d+\.\d", line)] == [
         f"{layer}.{head}" for layer in range(2) for head in range(4)
     ]
@@ -225,7 +225,7 @@ def test_unfit_texts_are_told(tmp_path, text, complaint):
 def test_a_text_is_read_before_the_model_is_loaded(tmp_path, complaint, monkeypatch):
     loaded: list[str] = []
     monkeypatch.setattr(plan_model, "load", loaded.append)
-    assert "--text: nowhere.txt cannot be read" in complaint(["plan", "--model", "x", "--text", "nowhere.txt"])
+    assert "--text: cannot read nowhere.txt" in complaint(["plan", "--model", "x", "--text", "nowhere.txt"])
     assert loaded == []
 
 

@@ -131,9 +131,9 @@ def test_records_of_the_wrong_kind_are_told(file, content, message, trained, com
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
-        ("run.json", "[", "run.json: cannot be read as JSON"),
-        ("result.json", '{"test": [1], "valid": {}}', "expected the figures of the test part"),
-        ("metrics.jsonl", "[1]\n{}\n", "line 1 is no record of figures"),
+        ("run.json", "[", "run.json: not a valid JSON file"),
+        ("result.json", '{"test": [1], "valid": {}}', "expected metrics under 'test'"),
+        ("metrics.jsonl", "[1]\n{}\n", "line 1 is not a valid record"),
         ("config.yaml", "experiment: chess\n", "'chess'"),
     ],
 )

@@ -328,10 +328,10 @@ def test_one_bad_file_does_not_keep_the_others_from_being_predicted(run, tmp_pat
     assert main(["predict", run, first, bad, "nowhere.png", last]) == 1
     out, err = capfd.readouterr()
     assert [line.partition(": ")[0] for line in out.splitlines()] == [first, last]
-    assert err.splitlines()[0].startswith(f"subquad: error: IMAGES: {bad} cannot be read as a picture")
+    assert err.splitlines()[0].startswith(f"subquad: error: IMAGES: {bad} cannot be read as an image")
     assert err.splitlines()[1:] == [
-        "subquad: error: IMAGES: there is no file nowhere.png",
-        "subquad: error: 2 of 4 pictures cannot be read",
+        "subquad: error: IMAGES: expected image files, got nowhere.png, which does not exist",
+        "subquad: error: 2 of 4 images cannot be read",
     ]
     assert main(["predict", run, bad, bad]) == 1
     assert capfd.readouterr().out == ""
@@ -355,8 +355,7 @@ def test_predict_says_when_a_picture_has_the_opposite_polarity(is_light, tmp_pat
     assert len(out.splitlines()) == 3
     found, usual = ("dark on light", "light on dark") if is_light else ("light on dark", "dark on light")
     assert err == (
-        f"subquad: warning: {opposite} is {found}, and the pictures that the model was trained on are {usual}: "
-        "invert it\n"
+        f"subquad: warning: {opposite} is {found}, but the model was trained on images that are {usual}; invert it\n"
     )
 
 

@@ -16,6 +16,7 @@ import torch
 from subquad import native
 from subquad._calls.layout import Layout
 from subquad._torch_internals import has_open_size, in_onnx_export
+from subquad.methods.memory_limit import fits_memory
 from subquad.methods.method import FeatureMethod
 from subquad.native.calls import TYPES
 
@@ -52,6 +53,8 @@ def is_fusable(
         return False
     sizes = (layout.rows, layout.group, layout.queries, layout.keys, layout.width, method.size(layout.width))
     if dtype not in TYPES or 0 in sizes:
+        return False
+    if not fits_memory(method, layout.width, layout.value_width + 1):
         return False
     if method.normalizer == "feature":
         return is_causal and not is_stateful and layout.queries == layout.keys

@@ -22,7 +22,7 @@ from subquad._engines.features.method_kernel import kernel_of, shifted
 from subquad._engines.features.sums import Sums, Tokens
 from subquad._engines.result import Result
 from subquad._torch_internals import has_open_size, is_recorded, is_transformed
-from subquad.methods.memory_limit import check_memory
+from subquad.methods.memory_limit import check_memory, needs_features
 from subquad.methods.method import FeatureMethod, feature_method
 
 
@@ -31,7 +31,6 @@ def run(method: Any, call: Call, form: Form | None = None, chunk: int | None = N
     features = feature_method(method)
     if features.key_shift is not None:
         call = call._replace(key=shifted(features, call.key, call.layout.key_heads))
-    check_memory(features, call.layout.width, call.layout.rows * (call.layout.value_width + 1))
     call = call.factored()
     # Features, sums and normalizers are never in half precision.
     wide: AbstractContextManager[Any] = nullcontext()
@@ -42,6 +41,11 @@ def run(method: Any, call: Call, form: Form | None = None, chunk: int | None = N
         before = _sums_before(call)
         is_served = _is_served(features, call, tokens, before)
         form = _form_of(features, call, is_served, before is not None, form)
+        if needs_features(features, form) and not has_open_size(call.layout.rows):
+            heads = (
+                call.layout.rows if call.is_stateful else 1
+            )  # Without a state, the sums of few heads exist at a time.
+            check_memory(features, call.layout.width, heads * (call.layout.value_width + 1))
         kernel, q, k = kernel_of(
             features, tokens.q, tokens.k, call.logit_scale, call.is_normalized, pairs_alone=form == "dense"
         )

@@ -80,5 +80,6 @@ def schedule(
     if pairs:
         return Schedule(threads, tokens, True, min(threads, -(-n // PAIR_BLOCK)) if is_shared else 1, is_shared)
     parts = max(1, min(MAX_PARTS, r // MIN_PART_FEATURES, int(min(work / MIN_WORK_PER_THREAD, MAX_PARTS))))
-    is_shared = is_shared and (parts > 1 or operation == "backward")
-    return Schedule(threads, tokens, False, parts, is_shared)
+    shares = 2 if operation == "backward" else parts  # The backward pass of a head is two passes.
+    is_shared = is_shared and shares > 1
+    return Schedule(min(threads, b * (shares if is_shared else 1)), tokens, False, parts, is_shared)

@@ -102,7 +102,7 @@ template <class T> bool backward(const SubquadCall& call) {
       const Gradients<T> to(call, b);
       if (passes == 1)
         scan.backward(b, to.q, to.k, to.v);
-      else if (task % passes == 0)
+      else if ((task + b) % passes == 0)  // so that each thread gets passes of both kinds
         scan.backward_queries(b, to.q);
       else
         scan.backward_keys(b, to.k, to.v);
