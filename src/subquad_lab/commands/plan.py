@@ -1,5 +1,6 @@
 """`subquad plan`: the fastest method within an error budget, the other candidates, and the reason."""
 
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -45,8 +46,9 @@ def run(question: Question, show_all: bool) -> None:
     shown = made if show_all or made.purpose == "train" else replace(made, candidates=tuple(competing(made)))
     left_out = len(made.candidates) - len(shown.candidates)
     chosen = shown.candidates.index(shown.choice)
-    Table(shown.columns, list(shown.rows()), styles={chosen: "bold"}).print()
-    print("", *filter(None, [shown.legend, shown.reason]), sep="\n")
+    rows = [[with_options(cell) for cell in row] for row in shown.rows()]
+    Table(shown.columns, rows, styles={chosen: "bold"}).print()
+    print("", *map(with_options, filter(None, [shown.legend, shown.reason])), sep="\n")
     if left_out:
         print(
             f"Not shown: {left_out} candidates that are slower, less accurate, or in a form that would not run; use "
@@ -124,6 +126,11 @@ def load_sample(path: str) -> tuple[Tensor, Tensor, Tensor]:
         if not tensor.isfinite().all():
             raise UsageError(f"--sample: expected finite values, got NaN or infinity in {name}")
     return query, key, value
+
+
+def with_options(text: str) -> str:
+    """Return a text of the library with its arguments as options: --sample instead of `sample=`."""
+    return re.sub(r"`?\b(sample|logit_range)=`?", lambda found: f"--{found[1].replace('_', '-')}", text)
 
 
 def in_options(message: str) -> str:

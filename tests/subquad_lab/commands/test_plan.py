@@ -117,7 +117,7 @@ def test_without_knowledge_of_the_logits_each_kind_has_one_row(capfd):
     assert len(names) == len(set(names)) and "Exact" in names
     if subquad.native.available():
         assert {"Multipole", "Window"} <= set(names)
-        assert "A sample of your queries, keys and values (`sample=`) would measure the error of" in out
+        assert "A sample of your queries, keys and values (--sample) would measure the error of" in out
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])
