@@ -8,7 +8,7 @@ import subquad
 from subquad.planning import calibration
 from subquad.planning.seconds import work
 from subquad_lab.cli import main
-from subquad_lab.commands.plan import MAX_SHOWN_CANDIDATES, competing
+from subquad_lab.commands.plan import MAX_SHOWN_CANDIDATES, competing, with_options
 
 SHAPE = ["plan", "--length", "32768", "--heads", "8", "--head-dim", "64"]
 
@@ -48,7 +48,7 @@ def test_table_and_reason_in_a_pipe(capfd):
     out, _ = capfd.readouterr()
     found = subquad.plan(query_length=32768, heads=8, head_dim=64, is_causal=True, logit_range=0.5)
     assert out.startswith("method ")
-    assert found.reason in out
+    assert with_options(found.reason) in out
     (chosen,) = (line for line in rows(out) if line.endswith("chosen"))
     assert chosen.startswith(found.choice.name)
     assert any(line.startswith("Exact()") for line in rows(out))
@@ -139,7 +139,7 @@ def test_sample_gives_sizes_and_errors(sample, short, tmp_path, capfd):
     save_file({name[0] if short else name: x for name, x in sample.items()}, file)
     assert main(["plan", "--sample", str(file)]) == 0
     out, _ = capfd.readouterr()
-    assert subquad.plan(sample=tuple(sample.values()), is_causal=True).reason in out
+    assert with_options(subquad.plan(sample=tuple(sample.values()), is_causal=True).reason) in out
     assert main(["plan", "--sample", str(file), "--length", "100000"]) == 0
     out, _ = capfd.readouterr()
     assert "on sampled rows" in out and out.count("Within budget: 2 times the error is at most 0.05") == 1
