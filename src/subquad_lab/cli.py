@@ -79,7 +79,7 @@ def plan(
         purpose: swap: replace exact attention in a trained model. train: train a model from scratch; errors then do not
             matter, and the table shows state size and recall instead.
         dtype: float32, float64, bfloat16 or float16.
-        all_: Show all candidates instead of the competitive ones. With --model, also show every head.
+        all_: Show all candidates, not only the competitive ones. With --model, also show every head.
     """
     sizes = dict(query_length=length, key_length=key_length, head_dim=head_dim, value_dim=value_dim, heads=heads,
                  key_heads=key_heads, batch=batch)  # fmt: skip
@@ -268,7 +268,7 @@ def predict(run: str, images: list[str]) -> None:
 def transcribe(run: str, files: list[str], beams: int = 4) -> None:
     """Transcribe audio files with a trained speech model, one line per utterance.
 
-    Each utterance is normalized to the volume and the leading and trailing silence of the training clips.
+    The volume and the silence at both ends of each utterance are adjusted to match the training clips.
 
     Example: subquad transcribe runs/speech-001 recording.wav
 
@@ -294,7 +294,7 @@ def synthesize(metadata: str, out: str, voices: str = "en-us", clips: int | None
         metadata: File with lines of id|text or id|text|normalized text.
         out: Output folder for metadata.csv and wavs/.
         voices: Comma-separated espeak-ng voices. Each clip uses one of them, chosen at random.
-        clips: Number of lines to synthesize, from the first on. Default: all.
+        clips: Synthesize only this many lines, starting with the first. Default: all.
     """
     from subquad_lab.commands import synthesize
 

@@ -40,7 +40,7 @@ class Config(Training):
     """Train a two-layer network to classify the nodes of a graph.
 
     Args:
-        batch: Batch size: 1, the whole graph.
+        batch: Must be 1: a batch is the whole graph.
         data: Folder with Planetoid files, or an npz file of such a graph. Default: the embedded karate club.
         mixer: How nodes are combined: gcn (graph convolution), attention to neighbors, attention to all nodes, or both
             kinds of attention.

@@ -42,7 +42,7 @@ class Config(Training):
     """Train a small convolutional network.
 
     Args:
-        batch: Batch size, over all processes.
+        batch: Total batch size of all processes.
         data: MedMNIST npz file, or folder with MNIST *-ubyte files. Default: scikit-learn's handwritten digits.
         downsample: Downsampling: pool (2x2 max pooling) or stride (convolutions with stride 2).
         dropout: Dropout probability before the second linear layer.

@@ -38,7 +38,7 @@ class Config(Training):
     """Train a word language model.
 
     Args:
-        batch: Batch size (number of parallel text streams), over all processes.
+        batch: Total batch size (number of parallel text streams) of all processes.
         data: Folder with Penn Treebank, WikiText or other text files. Default: Python's embedded documentation.
         model: rnn (sigmoid), lstm or transformer.
         method: Attention method of the transformer: exact, taylor:DEGREE, random:FEATURES, linear:ACTIVATION,

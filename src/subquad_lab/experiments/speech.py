@@ -49,12 +49,11 @@ class Config(Training):
     """Train a network that transcribes speech.
 
     Args:
-        batch: Batch size, over all processes.
+        batch: Total batch size of all processes.
         data: Folder with metadata.csv and wavs/ (LJSpeech), or with spoken digits. Default: synthesized spoken numbers
             (needs the extra `speech`).
         split: How spoken digits are split into training, validation and test set: by index or by speaker.
-        clips: Number of clips: of spoken numbers or strings of digits (default: 2,400), or of lines of metadata.csv
-            (default: all).
+        clips: Number of clips to use. Default: 2,400 for spoken numbers and digits; all lines of metadata.csv.
         resample: Resample to 16 kHz. If false, samples are treated as 16 kHz whatever their rate.
         decoder: lstm or attention.
         method: Attention method of the encoder: exact, taylor:DEGREE, random:FEATURES, linear:ACTIVATION, separable.

@@ -18,21 +18,21 @@ class Training:
         epochs: Number of passes over the training set.
         steps: Number of optimizer steps; replaces --epochs.
         minutes: Stop after this many minutes of training, even if --epochs or --steps are not reached.
-        batch: Batch size, over all processes.
-        accumulate: Number of gradient accumulation steps per batch. Saves memory and does not change the update.
+        batch: Total batch size of all processes.
+        accumulate: Split each batch into this many parts to save memory. The update is the same.
         optimizer: sgd (with momentum); average (exponential moving average of the gradients); corrected (average with
             bias correction); adam. sgdw and adamw use decoupled weight decay, the others an L2 penalty.
         lr: Peak learning rate.
         momentum: Momentum (ignored by adam and adamw).
         weight_decay: Weight decay.
-        schedule: Learning rate schedule after the warm-up: constant, linear to 0, or cosine to 0. epochs: lr/100, about
-            lr/2 and lr in the first three epochs, then linear to lr/100 in the last.
+        schedule: Learning rate schedule after the warm-up: constant, linear to 0, or cosine to 0. epochs: lr/100 in
+            epoch 1, about lr/2 in epoch 2, lr in epoch 3, then a linear decay to lr/100 in the last epoch.
         warmup: Number of steps of linear learning rate warm-up.
         clip: Maximum gradient norm; null: no clipping.
         evaluate_every: Steps between evaluations; null: one epoch.
         patience: Stop early after this many evaluations without improvement; null: never.
         save_every: Steps between checkpoints; null: save after each evaluation and about once a minute.
-        weights: Weights to test: those of the best evaluation or the last ones.
+        weights: Weights to test: those of the best evaluation, or the last ones.
     """
 
     seed: int = 0
