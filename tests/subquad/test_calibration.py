@@ -63,7 +63,7 @@ def test_a_slow_machine_is_measured_as_far_as_time_allows(fresh, monkeypatch, on
     for method, form, shape in grid():
         assert found.seconds(method, shape, form) == pytest.approx(20 * reference_seconds(method, form, shape), rel=0.1)
     assert found.note.startswith(" Times are rough: there was not enough time when it was calibrated (load 0.0 on ")
-    assert f"{clock.calls / len(list(grid())):.0%} of the calls measured" in found.note
+    assert f"{clock.calls / len(list(grid())):.0%} of the benchmark finished" in found.note
     assert plan(query_length=4096, head_dim=64).reason.endswith(found.note)
     assert "measures again" not in found.note
 
@@ -75,7 +75,7 @@ def test_a_busy_machine_is_noticed_by_its_load_and_by_times_that_vary(fresh, mon
     assert "the machine was busy when it was calibrated (load 2.5 on 2 cores" in busyness.note_on(2.5, 1.0, 1.0)
     Clock(monkeypatch, slow=0.5, noise=0.8)
     found = calibration()
-    assert "Times are rough: the machine was busy" in found.note and "times varied by 40%" in found.note
+    assert "Times are rough: the machine was busy" in found.note and "repeated timings differed by 40%" in found.note
     assert found.note.endswith("A later run on a quiet machine measures again.")
     assert not [r for r in caplog.records if r.levelname != "INFO"], "the reason of a plan says it, once"
 

@@ -57,7 +57,8 @@ def note_on(before: float, spread: float | None, measured: float) -> str:
     """
     if not is_busy(before, spread) and measured == 1:
         return ""
-    found = f"load {before:.1f} on {cores()} cores, {measured:.0%} of the calls measured"
-    found += "" if spread is None else f", times varied by {spread - 1:.0%}"
+    found = f"load {before:.1f} on {cores()} cores"
+    found += "" if measured == 1 else f", {measured:.0%} of the benchmark finished"
+    found += "" if spread is None else f", repeated timings differed by {spread - 1:.0%}"
     why = "the machine was busy" if is_busy(before, spread) else "there was not enough time"
     return f" Times are rough: {why} when it was calibrated ({found})."
