@@ -257,3 +257,17 @@ def test_the_operator_checks_its_shapes() -> None:
     for other in ((q[:, :, :9], k, v), (q[..., :5], k, v), (q, k[:1], v), (q, k, v[:, :9])):
         with pytest.raises(ValueError, match="subquad::forward: "):
             torch.ops.subquad.forward(*other, *rest, *numbers)
+
+
+def test_a_batch_without_a_largest_size_is_exported():
+    """No check of sizes, such as that of the memory, may become a guard of the program."""
+
+    class Attending(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return attention(q, k, v, is_causal=True, method="taylor")
+
+    inputs = tuple(torch.randn(3, 2, 2, 8, 4).unbind())
+    shapes = ({0: torch.export.Dim("batch")},) * 3
+    program = torch.export.export(Attending(), inputs, dynamic_shapes=shapes)
+    wide = tuple(torch.randn(3, 500, 2, 8, 4).unbind())
+    torch.testing.assert_close(program.module()(*wide), Attending()(*wide), rtol=1e-5, atol=1e-5)
