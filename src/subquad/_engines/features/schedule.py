@@ -14,9 +14,9 @@ Operation = Literal["forward", "backward", "step"]
 
 MIN_WORK_PER_THREAD = 2e6  # multiply-adds
 MAX_THREADS = 1024
-# Threads that can share the forward pass of a head, and features from which on a part is worth its own sum: adding it
-# costs less than 1 % of making it.
-MAX_PARTS, MIN_PART_FEATURES = 4, 64
+# Threads that can share the forward pass of a head: each maps all tokens again, so that more of them would gain little.
+# A part with this many features is worth its own sum: adding it costs less than 1 % of making it.
+MAX_PARTS, MIN_PART_FEATURES = 2, 64
 # Products that a pass makes, of sums with features and of pairs.
 PRODUCTS: dict[Operation, tuple[float, float]] = {"forward": (2.0, 2.0), "backward": (5.0, 7.0), "step": (2.0, 2.0)}
 # With many features more tokens should share each number of the sums that is loaded; with few, the pairs inside a chunk
