@@ -138,8 +138,7 @@ def page(date: str, rows: list[Row]) -> str:
             machine(),
             "Peak memory of one call in addition to its inputs, including the result; float32, batch 1. Held: the "
             "increase of the peak resident memory of a new process whose heap returns freed blocks. Heap: the same "
-            "with "
-            "the default settings of the C library, where gaps between blocks stay with the process.",
+            "with the default settings of the C library, where gaps between blocks stay with the process.",
             f"{len(rows)} calls: predicted over held {min(ratios):.2f} to {max(ratios):.2f}; "
             f"over the default heap {min(heap):.2f} to {max(heap):.2f}.",
             table(rows),

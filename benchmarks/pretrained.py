@@ -200,12 +200,11 @@ def conclusion(errors: Sequence[MethodError], plans: Sequence[Choice], embedding
     mean = next(row for row in swaps if row.method == MEAN)
     best_swap = max((row for row in swaps if row.method not in ("Exact()", MEAN)), key=lambda row: row.mean_cosine)
     return (
-        f"Within an error of 5 %, the approximations of these tables could replace exact attention in "
-        f"{' and in '.join(parts)}{more}; head by head, in {heads} of {all_heads} cases. "
-        f"With all layers replaced and without training, the best of them for the sentences is {best_swap.method}, "
-        "with "
-        f"a mean cosine of {best_swap.mean_cosine:.3f} (minimum {best_swap.least_cosine:.3f}) to the exact embeddings; "
-        f"the plain mean of the values has {mean.mean_cosine:.3f} (minimum {mean.least_cosine:.3f})."
+        "Within an error of 5 %, the approximations of these tables could replace exact attention in "
+        f"{' and in '.join(parts)}{more}; head by head, in {heads} of {all_heads} cases. With all layers replaced and "
+        f"without training, the best of them for the sentences is {best_swap.method}, with a mean cosine of "
+        f"{best_swap.mean_cosine:.3f} (minimum {best_swap.least_cosine:.3f}) to the exact embeddings; the plain mean "
+        f"of the values has {mean.mean_cosine:.3f} (minimum {mean.least_cosine:.3f})."
     )
 
 

@@ -146,8 +146,7 @@ def markdown(rows: Sequence[Row]) -> str:
         "## Time and memory of one text",
         grid("method", ["attention, all layers", "whole pass", "peak memory"], costs),
         "Best time over the texts, which have the same length; peak memory of a pass in addition to the model, "
-        "including "
-        "the logits of a few hundred tokens. Memory that an earlier pass left to the process does not count.",
+        "including the logits of a few hundred tokens. Memory that an earlier pass left to the process does not count.",
         "## Conclusion",
         conclusion(rows),
     ]

@@ -69,8 +69,7 @@ def write(name: str, title: str, made: dict[str, Series], parts: list[str], more
     data = next(iter(made.values())).runs[0].about()["data"]
     described = (
         f"{data['name']}: clips {data['sizes']}, {data['skipped']} skipped; test results of the best weights by "
-        "validation, "
-        f"seed {Config.seed}."
+        f"validation, seed {Config.seed}."
     )
     page = [f"# {title}, {today()}", machine(), described, table(made), *parts]
     records = [{"run": of, **series.results[0]} for of, series in (made | more).items()]

@@ -10,4 +10,4 @@ class RunError(RuntimeError):
 
 
 class Diverged(RunError):
-    """A run whose loss is no longer finite."""
+    """A run whose loss became infinite or NaN."""

@@ -9,6 +9,7 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
@@ -376,6 +377,16 @@ def _experiments() -> Any:
     return EXPERIMENTS
 
 
+def _check_command(given: Sequence[str]) -> None:
+    """Raise UsageError unless the first argument is a command or an option."""
+    names = [command.__name__ for command in COMMANDS]
+    if given and (given[0] in names or given[0].startswith("-")):
+        return
+    similar = get_close_matches(given[0], names, 1) if given else []
+    hint = f"; did you mean {similar[0]}?" if similar else "; see `subquad --help`"
+    raise UsageError(f"COMMAND: expected one of {', '.join(names)}, got {repr(given[0]) if given else 'none'}{hint}")
+
+
 def complain(message: object) -> None:
     """Print an error as a single line; the parser's own messages can span several."""
     print("subquad: error:", " ".join(str(message).split()), file=sys.stderr)
@@ -406,6 +417,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     warnings.showwarning = lambda message, *_: print(f"subquad: warning: {message}", file=sys.stderr)
     try:
         try:
+            _check_command(given)
             call(COMMANDS, OUTPUT_FOLDERS, given, _experiments)
         finally:
             sys.stdout.flush()  # inside the `try`, so that a closed pipe is caught below

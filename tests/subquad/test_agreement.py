@@ -29,8 +29,8 @@ UNSURE = ("odd taylor", "trigonometric")
 
 def assert_agree(inputs: list[Tensor], run_form: Callable[..., Tensor], form: str) -> None:
     """In float32 a form may be as far from the dense one as that is from itself in float64, times 3 in RMS, and times 2
-    in the worst number of the output, or by a rounding error. In float64 they are equal, but for rounding: an exponent
-    is rounded by its size, and so its exponential, relatively.
+    in the worst number of the output, or by a rounding error. In float64 they are equal except for rounding: an
+    exponent is rounded by its size, and so its exponential, relatively.
     """
     wide = [x.double() for x in inputs]
     reference, golden = (with_gradients(lambda *x: run_form("dense", *x), *x) for x in (inputs, wide))

@@ -94,7 +94,7 @@ def stabilized_over_all_keys(epsilon: float) -> Callable[..., Tensor]:
 
 
 def test_a_maximum_over_all_keys_is_noticed():
-    """Also without the epsilon, where the formula is causal but for its rounding: only the bits show that."""
+    """Also without the epsilon, where the formula is causal except for its rounding: only the bits show that."""
     half = LENGTH // 2
     q, k, v = normal_inputs(1, 1, n=LENGTH)
     k_edited = torch.cat([k[..., :half, :], 3 * k[..., half:, :]], -2)

@@ -28,7 +28,7 @@ def inputs(query: tuple[int, ...], key: tuple[int, ...], value_width: int = 3) -
 @both
 @pytest.mark.parametrize("n", [1, 5, 300])
 def test_logits_of_width_0_are_0(name, is_causal, n):
-    if n == 300 and name == "window":  # It sees a part of so many tokens.
+    if n == 300 and name == "window":  # It sees only some of 300 tokens.
         pytest.skip("a window of 64 has another mean")
     q, k, v = inputs((2, 2, n, 0), (2, 2, n, 0))
     out = attention(q, k, v, is_causal=is_causal, method=ALL[name])

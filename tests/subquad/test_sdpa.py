@@ -253,8 +253,9 @@ def test_a_block_without_calls_says_what_may_be_wrong(monkeypatch):
 def test_a_routing_that_makes_calls_does_not_warn():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with sdpa("linear"):
+        with sdpa("linear") as routing:
             called()
+    assert len(routing.calls) == 1 and routing.calls[0].method is not None
 
 
 def test_an_unknown_method_changes_nothing():
@@ -328,7 +329,7 @@ def test_a_program_cannot_read_a_mask_and_says_so():
     with pytest.raises(Exception, match=r"a recorded program cannot tell .* pass is_causal=True"), sdpa("taylor"):
         compiled(*drawn())
     with sdpa("taylor"), warnings.catch_warnings():
-        warnings.simplefilter("error")  # A block of compiled calls is no block without calls.
+        warnings.simplefilter("error")  # A block whose calls are compiled still has calls.
         q, k, v = drawn()
         torch.compile(lambda q: F.scaled_dot_product_attention(q, k, v), backend="eager")(q)
 

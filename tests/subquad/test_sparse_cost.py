@@ -179,7 +179,7 @@ def assert_priced_as_run(calls: int) -> set[str]:
 
 @needs_kernels
 def test_the_form_that_is_priced_is_the_one_that_runs() -> None:
-    assert assert_priced_as_run(60) == {"fused", "dense"}  # dense where there is no query or no key
+    assert assert_priced_as_run(60) == {"fused", "dense"}  # dense for calls without queries or keys
 
 
 @by_torch

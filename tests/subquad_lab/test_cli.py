@@ -47,8 +47,10 @@ finally:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "subcommand"),
-        (["dance"], "dance"),
+        ([], "COMMAND: expected one of demo, plan, bench, verify, train, "),
+        (["dance"], "got 'dance'; see `subquad --help`"),
+        (["trian", "language"], "got 'trian'; did you mean train?"),
+        (["runs", "--root", "nowhere"], "--root: no such folder: nowhere"),
         (["bench", "--color", "red"], "--color"),
         (["bench", "--heads", "many"], "many"),
         (["bench", "--heads", "0"], "--heads: expected positive integers, got '0'"),

@@ -5,6 +5,8 @@ from math import log10
 
 from subquad.methods.method import FeatureMethod
 
+__all__ = ["MEMORY_BYTES"]
+
 FLOAT_BYTES = 4
 MAX_PAIR_DEGREE = 1000  # of a polynomial of the logits, which needs no features
 UNKNOWN_MEMORY_BYTES = 1 << 40  # assumed where the system does not tell

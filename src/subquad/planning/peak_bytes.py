@@ -105,7 +105,7 @@ def _linear(call: FormCall, b: int) -> Moments:
     g, n, m, d, e = _letters(call)
     traits, w, sums = call.traits, call.sizes.wave, call.sums // call.b * b
     t, u, blocks = b * g * min(w, n), b * min(w, m), -(-m // w)
-    # Keys ready, with the cleaned values still beside those that carry a column of ones; there is no result yet.
+    # Keys ready, while the cleaned values still exist beside those with a column of ones, and before any result exists.
     absorb = u * (d + 2 * e + 1 + max(traits.making, traits.result)) + 2 * sums - b * g * n * e
     # The last block is cleaned (scaled, times 0, cleaned) and mapped before there is its part of the result.
     read = sums + t * max(3 * d - e, d + traits.making - e, d + traits.result + e + 1)

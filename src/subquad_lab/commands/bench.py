@@ -88,8 +88,6 @@ def run(
     sizes = sorted({positive("lengths", text) for text in lengths.split(",")})
     case = Case(positive("heads", heads), positive("head-dim", head_dim), causal, backward)
     refuse_more_than_fits(named, sizes, case)
-    if out == "":
-        raise UsageError("--out: expected a folder, got ''")
     folder = None if out is None else Path(out)
     if folder is not None:  # Fail before the measurements if the results cannot be written.
         import matplotlib.figure  # noqa: F401

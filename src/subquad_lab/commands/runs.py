@@ -8,11 +8,14 @@ from subquad_lab.experiments.stored import experiment_of
 from subquad_lab.figures.tables import Table, figures
 from subquad_lab.training.run import Run, all_runs
 
+DEFAULT_ROOT = Path("runs")  # does not exist before the first run
 COLUMNS = ("run", "experiment", "model", "data", "parameters", "steps", "state", "test")
 
 
 def run(root: Path) -> None:
     """Print a row for each run in a folder and in the folders within it."""
+    if root != DEFAULT_ROOT and not root.is_dir():
+        raise UsageError(f"--root: no such folder: {root}")
     rows = [row(found, root) for found in all_runs(root)]
     if rows:
         Table(COLUMNS, rows).print()

@@ -75,7 +75,7 @@ def heard(samples: Tensor, like: Usual, longest: int) -> list[tuple[int, int, Te
         Start and end in samples, and the features, of each utterance.
 
     Raises:
-        ValueError: If there is no utterance.
+        ValueError: If no utterance is found.
     """
     peak = float(samples.abs().max())
     if peak < SILENCE_PEAK:

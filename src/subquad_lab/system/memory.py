@@ -1,11 +1,11 @@
 """The memory of this machine."""
 
-import os
+from subquad.methods.memory_limit import MEMORY_BYTES
 
 
 def memory() -> int:
     """Return the physical memory of this machine in bytes."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return MEMORY_BYTES
 
 
 def room() -> int:

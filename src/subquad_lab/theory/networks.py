@@ -139,8 +139,7 @@ def normalized_propagation(setting: Setting) -> Finding:
             "A + I includes each node in its own sum. The rows of D^-1 (A + I) sum to 1, so its largest eigenvalue is "
             "1.",
             "D^-1/2 (A + I) D^-1/2 is similar to it and has the same eigenvalues but different rows: for the karate "
-            "club "
-            f"they sum to {float(sums.min()):.3f} ... {float(sums.max()):.3f}. Its largest eigenvalue is "
+            f"club they sum to {float(sums.min()):.3f} ... {float(sums.max()):.3f}. Its largest eigenvalue is "
             f"{of_fixed:.6f}.",
             f"Features therefore never grow: after {steps} propagations, random features have {by_fixed:.2g} of their "
             "initial norm.",

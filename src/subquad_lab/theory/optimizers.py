@@ -132,8 +132,7 @@ def bias_of_average(setting: Setting) -> Finding:
             "v_0 = 0. Each step multiplies v by b and adds (1 - b) g, which gives the sum above.",
             "Its weights, (1 - b) b^(t-i), sum to 1 - b^t; the remaining weight b^t belongs to v_0, which is 0.",
             f"b = {share}, t = {steps}, E[g] = {mean}: (1 - b^t) E[g] = {held(share, steps) * mean:.4f}. Over "
-            f"{walks:,} "
-            f"samples, the mean of v_t is {float(average.mean()):.4f}.",
+            f"{walks:,} samples, the mean of v_t is {float(average.mean()):.4f}.",
             f"Divided by 1 - b^t, the mean step is {float(step.mean()):.4f}.",
         ],
     )  # fmt: skip

@@ -171,8 +171,7 @@ def vanishing(setting: Setting) -> Finding:
         ],
         [
             "|W diag(s')| <= |W| gamma, and |W|^2 is the largest eigenvalue of W^T W. Each step contributes a factor "
-            "of at "
-            f"most delta, and T steps at most delta^T. Autograd through {steps} steps confirms the product to "
+            f"of at most delta, and T steps at most delta^T. Autograd through {steps} steps confirms the product to "
             f"{small(apart)}.",
             f"{NETWORKS:,} random networks of width {width}, half with tanh (gamma = 1) and half with sigmoid (gamma = "
             f"1/4), delta = 0.5 to 0.99: {violations} violations.",
@@ -231,11 +230,9 @@ def exploding(setting: Setting) -> Finding:
         ],
         [
             "If lambda_1 <= 1 / gamma^2, every factor is at most 1, and so is every product of them. An exploding "
-            "gradient "
-            "therefore needs lambda_1 > 1 / gamma^2.",
+            "gradient therefore needs lambda_1 > 1 / gamma^2.",
             f"The sigmoid has gamma = 1/4, so its threshold is {threshold:.0f}. At its steepest point, the gradient "
-            "after "
-            f"{steps} steps is {below:.3f} at 0.99 times the threshold and {above:.3f} at 1.01 times.",
+            f"after {steps} steps is {below:.3f} at 0.99 times the threshold and {above:.3f} at 1.01 times.",
             "The converse is false: gamma is the largest slope of s, but a unit may operate where s is flat.",
             f"For tanh with lambda_1 = 2.25 and a bias of 3, s' is nearly 0 and the gradient is {saturated:.1g}.",
             f"1 / gamma is not the threshold: s(h) = 2 h has gamma = 2, and with lambda_1 = 0.36 < 0.5 its gradient is "
@@ -283,8 +280,7 @@ def alternating(setting: Setting) -> Finding:
             "After an even number of steps, even positions have a positive sign and odd positions a negative sign.",
             "In floating point, sigmoid(1000 h) is 1 for h >= 1 and 0 for h <= -1; at h = 0 it is 0.5.",
             f"All {len(bits):,} sequences of {length} bits ({ties} of them ties) and 2,000 sequences of integers: "
-            f"{wrong} "
-            "errors.",
+            f"{wrong} errors.",
         ],
     )  # fmt: skip
 
@@ -342,15 +338,13 @@ def language_model(setting: Setting) -> Finding:
         [
             "The gradient of the cross-entropy with respect to the inputs of the softmax is d1 = y^ - y.",
             "h U + b2 gives dU = h^T d1, db2 = d1, and the gradient d1 U^T with respect to h.",
-            "The slope of the sigmoid is h (1 - h), so the gradient with respect to h' H + e I + b1 is d2 = (d1 U^T) "
-            "h (1 - "
-            "h).",
+            "The slope of the sigmoid is h (1 - h), so the gradient with respect to h' H + e I + b1 is d2 = (d1 U^T) h "
+            "(1 - h).",
             "Hence dI = e^T d2, dH = h'^T d2, db1 = d2, de = d2 I^T, dh' = d2 H^T.",
             f"Shapes for {words} words, embedding {embedding}, width {width}: "
             + ", ".join(f"{name} {'x'.join(map(str, shape))}" for name, shape in claimed.items()) + ".",
             f"The gradients by hand deviate from autograd by at most {small(max(apart.values()))}, and those by "
-            "autograd "
-            "from finite differences by at most 1e-06.",
+            "autograd from finite differences by at most 1e-06.",
         ],
     )  # fmt: skip
 
@@ -402,8 +396,7 @@ def perplexity_is_exponential(setting: Setting) -> Finding:
         ],
         [
             "The logarithm of the geometric mean of p_1 ... p_T is the mean of log p_t; the cross-entropy is the "
-            "negative "
-            "of that mean.",
+            "negative of that mean.",
             f"For a model of {words} words on a text of {length} words, the cross-entropy is {entropy:.4f} and its "
             f"exponential {perplexity(entropy):.4f}; the product of the probabilities gives {geometric:.4f}.",
             f"The evaluation of language models in the lab returns {found['perplexity']:.4f}.",

@@ -101,8 +101,7 @@ class Trainer:
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise Diverged(
                 f"step {progress.step + 1}: the loss is {loss} and the gradient norm is {norm}; the step was not "
-                "applied, "
-                f"and the last checkpoint in {self.run.checkpoints} is kept. Try a smaller --lr in a new run."
+                f"applied, and the last checkpoint in {self.run.checkpoints} is kept. Try a smaller --lr in a new run."
             )
         lr = rate(self.settings, progress, self.total)
         for group in self.optimizer.param_groups:

@@ -71,6 +71,7 @@ def test_evaluate_and_runs_and_sample(trained, tmp_path, capfd):
     lines = capfd.readouterr().out.splitlines()
     assert len(lines) == 3
     assert all(line.startswith("w1 w2") for line in lines)
+    (tmp_path / "none").mkdir()
     assert main(["runs", "--root", str(tmp_path / "none")]) == 0
     assert "no runs in" in capfd.readouterr().out
 

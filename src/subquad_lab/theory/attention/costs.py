@@ -47,8 +47,8 @@ def one_head_costs(setting: Setting) -> Finding:
             "Scores and weights are L^2 numbers each and exist at the same time, together with L D numbers of the "
             "result.",
             f"Measured: {written(HEAD_MEMORY, 'LD', parts)} numbers of 8 bytes, within {small(of_memory)}. (A fused "
-            "kernel "
-            "needs the same number of operations but computes the scores block by block and never stores L^2 numbers.)",
+            "kernel needs the same number of operations but computes the scores block by block and never stores L^2 "
+            "numbers.)",
         ],
     )  # fmt: skip
 
@@ -98,8 +98,7 @@ def heads_in_turn_cost(setting: Setting) -> Finding:
             "A head computes queries, keys and values, 3 products of 2 L d^2 operations, and attends in 4 L^2 d.",
             f"Counted for h = 1 to 8: {written(IN_TURN_TIME, 'Ldh', factors)} operations.",
             "Its scores and weights, L^2 each, and its queries, keys and values, 3 L d, are needed only until its "
-            "result "
-            "is computed.",
+            "result is computed.",
             "Each head then keeps its result, L d, and its three matrices, d^2 each.",
             f"Measured: {written(IN_TURN_MEMORY + LOWER, 'Ldh', parts)} numbers, within {small(of_memory)}.",
             f"From 1 to 8 heads at L = {4 * base}, d = 8, the memory grows by a factor of "

@@ -101,15 +101,12 @@ def maclaurin(setting: Setting) -> Finding:
             f"Enumerated: {len(set(exponents)):,} monomials of degree up to {degree} in {width} variables; "
             f"C({width} + {degree}, {degree}) = {feature_count(width, degree):,}.",
             "For degree 2 they are 1, the D variables, their D squares and the D (D - 1) / 2 products of two "
-            "variables: "
-            f"{feature_count_of_degree_2(64):,} at width 64.",
+            f"variables: {feature_count_of_degree_2(64):,} at width 64.",
             f"The features of the library agree with the series to {small(of_library)}.",
-            f"The diagonal map has {diagonal_count(width, degree)} features and drops every q_i k_i q_j k_j; its "
-            "error is "
-            f"{of_diagonal:.1%}.",
-            f"The inequality (sum a)^2 <= sum a^2 would justify this, but for {width} ones it reads {width**2} <= "
-            f"{width}. "
-            "Cauchy-Schwarz has a factor D: (sum a)^2 <= D sum a^2.",
+            f"The diagonal map has {diagonal_count(width, degree)} features and drops every q_i k_i q_j k_j; its error "
+            f"is {of_diagonal:.1%}.",
+            f"The inequality (sum a)^2 <= sum a^2 would justify this; with {width} ones, however, it reads "
+            f"{width**2} <= {width}. Cauchy-Schwarz has a factor D: (sum a)^2 <= D sum a^2.",
         ],
         lambda: error_by_degree(setting),
     )  # fmt: skip
@@ -172,8 +169,7 @@ def normalizer(setting: Setting) -> Finding:
             "Row i of the softmax is exp(q_i.k_j) / sum_j exp(q_i.k_j): row i of A divided by entry i of A 1.",
             f"For L = {length}, D = {width}, both agree to {small(distance(normalized(exact, v), softmax))}.",
             "The weights of a series of degree 2 have other row sums. Divided by their own sums, rows sum to 1; "
-            "divided by "
-            f"the exact sums, rows sum to {float(crossed.min()):.3f} ... {float(crossed.max()):.3f}.",
+            f"divided by the exact sums, rows sum to {float(crossed.min()):.3f} ... {float(crossed.max()):.3f}.",
             f"Multiplying rows by D instead of dividing gives a relative error of {distance(times, softmax):,.0f}.",
         ],
     )  # fmt: skip
@@ -233,8 +229,8 @@ def reassociated(setting: Setting) -> Finding:
             "From the left, the weights are L x L. A weight is a series in q.k, so the library computes it without "
             f"features. Counted: {written(AS_WRITTEN, 'LMD', its_factors)} operations.",
             "From the right, phi(K)^T V is M x D, independent of L. It needs 2 L M D operations, the product with "
-            "phi(Q) as "
-            f"many again, and the normalizer is one more column. Counted: {written(REASSOCIATED, 'LMD', factors)}.",
+            "phi(Q) as many again, and the normalizer is one more column. Counted: "
+            f"{written(REASSOCIATED, 'LMD', factors)}.",
             f"Both forms agree to {small(apart)} over {len(set(sizes))} shapes.",
             "Exact attention needs 4 L^2 D operations; 4 L M (D + 1) is less if L > M (1 + 1/D).",
             f"At D = 64 and degree 2, M = {features:,}, so the linear form needs fewer operations from L = "
@@ -377,12 +373,10 @@ def random_features(setting: Setting) -> Finding:
             *lines,
             f"2 features have {few / many:.1f} times the variance of 32.",
             f"Orthogonal draws are unbiased too. At |q+k| = 0.5, independent draws have {helped:.2f} times their "
-            "squared "
-            "error.",
+            "squared error.",
             "Trigonometric features are cosines of x.z, z = q - k. At width 4, the product of two of them has the mean "
-            "exp(-s) (1 - s + s^2/6) for orthogonal draws and exp(-2 s) for independent draws, s = |z|^2/2: smaller "
-            "if z is "
-            "short, and larger if |z| is about 3.5. Compared to independent draws, orthogonal draws have "
+            "exp(-s) (1 - s + s^2/6) for orthogonal draws and exp(-2 s) for independent draws, s = |z|^2/2: smaller if "
+            "z is short, and larger if |z| is about 3.5. Compared to independent draws, orthogonal draws have "
             f"{1 / gains[1.0]:.2f} times the squared error at |q-k| = 1, and {1 / gains[3.5]:.3f} times at 3.5.",
         ],
         lambda: error_by_features(setting),

@@ -72,9 +72,8 @@ def separable(setting: Setting) -> Finding:
             "itself.",
             f"The smallest weight is {float(weights.min()):.1g}; row sums deviate from 1 by at most "
             f"{small(farthest(weights.sum(-1), 1))}.",
-            "Evaluated from the right, the product of keys and values has D x D numbers, independent of L. Counted "
-            "for L = "
-            f"{LENGTHS[0]} to {LENGTHS[-1]:,}: {written(SEPARABLE_TIME, 'LD', factors)} operations.",
+            "Evaluated from the right, the product of keys and values has D x D numbers, independent of L. Counted for "
+            f"L = {LENGTHS[0]} to {LENGTHS[-1]:,}: {written(SEPARABLE_TIME, 'LD', factors)} operations.",
             "The product of an L x D and a D x L matrix has rank at most D.",
             f"Measured at L = {length}, D = {width}: rank {rank}; softmax attention with the same queries and keys has "
             f"rank {exact_rank}.",
