@@ -110,9 +110,9 @@ def in_onnx_export() -> bool:
     return (torch.compiler.is_compiling() or in_trace()) and torch.onnx.is_in_onnx_export()
 
 
-def is_batched(tensor: Tensor) -> bool:
+def is_batched(*tensors: Tensor | None) -> bool:
     """Return whether a gradient stands for many gradients, in either of torch's two ways."""
-    return bool(_is_batched(tensor) or _is_legacy_batched(tensor))
+    return any(x is not None and bool(_is_batched(x) or _is_legacy_batched(x)) for x in tensors)
 
 
 def mark_constant(function: Callable[..., Any], name: str) -> None:

@@ -46,12 +46,12 @@ class FeatureCall(Structure):
             "after_scale", "output", "normalizer", "poison",
         )),
         ("output_grad", Strided),
-        *((name, c_void_p) for name in ("q_grad", "k_grad", "v_grad")),
+        *((name, c_void_p) for name in ("q_grad", "k_grad", "v_grad", "after_grad", "before_grad")),
     ]  # fmt: skip
 
 
 # The same structure, packed from plain numbers: several times faster than setting the fields one by one.
-FEATURE_CALL = Struct("18q 2d 18q 12q 9q")
+FEATURE_CALL = Struct("18q 2d 18q 12q 11q")
 
 
 class SegmentsCall(Structure):

@@ -51,14 +51,21 @@ def is_fusable(
         return False
     if in_onnx_export():
         return False
-    sizes = (layout.rows, layout.group, layout.queries, layout.keys, layout.width, method.size(layout.width))
-    if dtype not in TYPES or 0 in sizes:
+    sizes = (layout.rows, layout.group, layout.width, method.size(layout.width))
+    if dtype not in TYPES or 0 in sizes or not _has_tokens(layout, is_stateful):
         return False
     if not fits_memory(method, layout.width, layout.value_width + 1):
         return False
     if method.normalizer == "feature":
         return is_causal and not is_stateful and layout.queries == layout.keys
     return not is_causal or layout.queries == layout.keys
+
+
+def _has_tokens(layout: Layout, is_stateful: bool) -> bool:
+    """Return whether there is something to compute. With a state, keys alone can be added up, and queries alone can read."""
+    if is_stateful:
+        return layout.queries != 0 or layout.keys != 0
+    return layout.queries != 0 and layout.keys != 0
 
 
 def choose_form(

@@ -6,9 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subquad._engines.features.choose_form import Sizes
-from subquad._engines.features.chunked import chunked
-from subquad._engines.features.linear import linear
+from subquad._engines.features.choose_form import Form, Sizes
+from subquad._engines.features.forms import run_form
 from subquad._engines.features.method_kernel import kernel_of
 from subquad._engines.features.native_call import MAP_NAMES, Numbers, Operands
 from subquad._engines.features.sums import Sums, Tokens
@@ -49,15 +48,19 @@ def method_of(numbers: Numbers, table: Tensor | None) -> Any:
     return Linear("relu") if name == "relu" else Given(numbers.features, name == "logged")
 
 
-def twin_gradients(grad: Tensor, operands: Operands, numbers: Numbers) -> tuple[Tensor, ...]:
-    """Return the gradients of q, k and v as functions that can be differentiated in `grad` and in themselves."""
+def twin_gradients(grad: Tensor, after_grad: Tensor | None, operands: Operands, numbers: Numbers) -> tuple[Tensor, ...]:
+    """Return the gradients of q, k, v and the sums before them, as functions that can be differentiated again."""
     q, k, v, keep, table, _, before, poison, log_scale = operands
     method = feature_method(method_of(numbers, table))
     kernel, mapped_q, mapped_k = kernel_of(method, q, k, numbers.query_scale * numbers.key_scale, numbers.is_normalized)
     tokens = Tokens(mapped_q, mapped_k, v, keep)
     sums = None if before is None or poison is None else Sums(before.mT, poison, log_scale)
-    if numbers.is_causal:
-        output, _ = chunked(kernel, tokens, sums, SIZES, want_sums=False)
-    else:
-        output, _ = linear(kernel, tokens, sums, CHUNK_TOKENS * CHUNK_TOKENS)
-    return torch.autograd.grad(output, (q, k, v), grad.to(output.dtype), create_graph=True)
+    form: Form = "chunked" if numbers.is_causal else "linear"
+    sizes = SIZES._replace(batch=q.shape[0], wave=CHUNK_TOKENS if numbers.is_causal else CHUNK_TOKENS**2)
+    output, after = run_form(form, sizes, kernel, tokens, sums, numbers.is_causal, after_grad is not None)
+    results, grads = [output], [grad.to(output.dtype)]
+    if after_grad is not None and after is not None:
+        results.append(after.values)
+        grads.append(after_grad.mT)
+    inputs = (q, k, v, *(() if before is None else (before,)))
+    return torch.autograd.grad(results, inputs, grads, create_graph=True, materialize_grads=True)

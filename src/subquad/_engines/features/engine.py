@@ -51,7 +51,7 @@ def run(method: Any, call: Call, form: Form | None = None, chunk: int | None = N
         )
         if q is not tokens.q:
             tokens = tokens._replace(q=q, k=k)
-        if form == "step" and is_served and before is not None and _is_simple_step(features, tokens):
+        if form == "step" and is_served and before is not None and _is_simple_step(features, tokens, before):
             assert isinstance(kernel, FeatureKernel)
             found: tuple[Tensor, Sums | None] = fused_step(features, kernel, tokens, before)
         else:
@@ -84,24 +84,23 @@ def _computed(
 def _is_served(method: FeatureMethod, call: Call, tokens: Tokens, before: Sums | None) -> bool:
     """Return whether the kernels compute this call: its kind, and what autograd and torch.func do with it."""
     q, k, v = tokens[:3]
+    if call.layout.keys == 0 and before is None:  # nothing to read
+        return False
     if not is_fusable(method, call.layout, q.dtype, is_causal=call.is_causal, is_stateful=call.is_stateful,
                       has_segments=call.segments is not None):  # fmt: skip
         return False
     # Which rows of this map are left to torch depends on the numbers, and a recorded call is for other numbers too.
     if method.normalizer == "feature" and (torch.compiler.is_compiling() or is_recorded()):
         return False
-    if call.is_stateful and torch.is_grad_enabled():  # The kernels have no derivative for sums.
-        values = None if before is None else before.values
-        if method.is_learned or any(x is not None and x.requires_grad for x in (q, k, v, values)):
-            return False
     return not is_transformed(q, k, v, *(x for x in (before or ()) if x is not None and x.is_floating_point()))
 
 
-def _is_simple_step(method: FeatureMethod, tokens: Tokens) -> bool:
+def _is_simple_step(method: FeatureMethod, tokens: Tokens, before: Sums) -> bool:
     """Return whether the kernels compute this step directly: no mask, a map of theirs, and nothing that records."""
     if method.is_learned or tokens.keep is not None or torch.compiler.is_compiling() or is_recorded():
         return False
-    return all(type(x) in PLAIN_TYPES for x in tokens[:3])
+    learns = torch.is_grad_enabled()
+    return all(type(x) in PLAIN_TYPES and not (learns and x.requires_grad) for x in (*tokens[:3], before.values))
 
 
 def _form_of(method: FeatureMethod, call: Call, is_served: bool, is_resumed: bool, wanted: Form | None) -> Form:

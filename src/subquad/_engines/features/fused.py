@@ -93,7 +93,8 @@ def _forward(operands: Operands, numbers: Numbers) -> tuple[Tensor, Tensor, Tens
     """
     q = operands.q
     learns = torch.is_grad_enabled()
-    is_plain = all(type(x) in PLAIN_TYPES and not (learns and x.requires_grad) for x in operands[:3])
+    given = (*operands[:3], *(() if operands.before is None else (operands.before,)))
+    is_plain = all(type(x) in PLAIN_TYPES and not (learns and x.requires_grad) for x in given)
     if not is_plain or torch.compiler.is_compiling() or is_recorded():
         output, normalizer, poison = torch.ops.subquad.forward(*operands, *numbers, False)
         return output, normalizer, _if_any(poison)

@@ -13,7 +13,7 @@ from subquad.native.calls import FEATURE_CALL, MAPS, address, check_result, stri
 from subquad.native.loader import FOUND
 
 MAP_NAMES = list(MAPS)
-NO_GRADIENTS = (0,) * 9
+NO_GRADIENTS = (0,) * 11
 
 
 class Operands(NamedTuple):
@@ -69,13 +69,14 @@ def packed_call(
         operands: The tensors.
         numbers: The other arguments.
         results: Where the results are.
-        gradients: The fields of the output's gradient, and the addresses of the gradients of q, k and v.
+        gradients: The fields of the output's gradient, and the addresses of the gradients of q, k and v, of the sums
+            of all keys, and of the sums before them.
     """
     q, k, v, *others = operands
     b, g, n, d = q.shape
     _, m, e = v.shape
     sizes = KernelSizes(b, g, n, m, d, e, numbers.features)
-    has_sums = operands.before is not None or results.after != 0
+    has_sums = operands.before is not None or results.after != 0 or gradients[-2] != 0
     plan = schedule(operation, MAP_NAMES[numbers.map], sizes, numbers.is_causal, has_sums, torch.get_num_threads(),
                     numbers.chunk)  # fmt: skip
     return FEATURE_CALL.pack(

@@ -1,7 +1,7 @@
 """The kernels as operators of torch, with derivatives, and with shapes for torch.compile.
 
     forward(q, k, v, ...)            -> output, normalizer, poison; and the sums of all keys, if wanted
-    backward(grad, output, ...)      -> the gradients of q, k and v
+    backward(grad, output, ...)      -> the gradients of q, k, v and of the sums before them, if there are any
 
 Axes: q (b, g, n, d), k (b, m, d), v (b, m, e). Sums are (b, e + 1, r) here: features are contiguous. The output is
 finite; its poison, 0 or NaN, is to be added to it.
@@ -15,7 +15,7 @@ from torch import Tensor
 from subquad._engines.features.double_backward import twin_gradients
 from subquad._engines.features.native_call import Numbers, Operands, Results, execute
 from subquad._torch_internals import is_batched
-from subquad.native.calls import MAPS, strided
+from subquad.native.calls import MAPS, address, strided
 
 ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? keep, Tensor? table, Tensor? turned, Tensor? before, Tensor? before_poison, "
@@ -25,7 +25,9 @@ ARGUMENTS = (
 OPERANDS = len(Operands._fields)
 LOG_SCALED = {MAPS[name] for name in ("positive", "hyperbolic", "logged")}  # maps whose keys have a log-scale
 torch.library.define("subquad::forward", f"({ARGUMENTS}, bool want_sums) -> Tensor[]")
-torch.library.define("subquad::backward", f"(Tensor grad, Tensor output, Tensor normalizer, {ARGUMENTS}) -> Tensor[]")
+torch.library.define(
+    "subquad::backward", f"(Tensor grad, Tensor? after_grad, Tensor output, Tensor normalizer, {ARGUMENTS}) -> Tensor[]"
+)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -70,19 +72,27 @@ def forward_shapes(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> list[Tensor
     return [q.new_empty(shape, dtype=dtype) for shape in shapes]
 
 
-def backward(grad: Tensor, output: Tensor, normalizer: Tensor, *arguments: Any) -> list[Tensor]:
+def backward(
+    grad: Tensor, after_grad: Tensor | None, output: Tensor, normalizer: Tensor, *arguments: Any
+) -> list[Tensor]:
     """Compute what `backward_shapes` describes."""
-    made = backward_shapes(grad, output, normalizer, *arguments)
+    made = backward_shapes(grad, after_grad, output, normalizer, *arguments)
     operands, numbers = Operands(*arguments[:OPERANDS]), Numbers(*arguments[OPERANDS:])
     results = Results(output=output.data_ptr(), normalizer=normalizer.data_ptr())
-    gradients = (*strided(grad), *(x.data_ptr() for x in made))
+    after_grad = None if after_grad is None else after_grad.contiguous()
+    q_grad, k_grad, v_grad, *before_grad = (x.data_ptr() for x in made)
+    gradients = (*strided(grad), q_grad, k_grad, v_grad, address(after_grad), *(before_grad or [0]))
     execute("backward", operands, numbers, results, gradients)
     return made
 
 
-def backward_shapes(grad: Tensor, output: Tensor, normalizer: Tensor, *arguments: Any) -> list[Tensor]:
-    """Return empty gradients of q, k and v."""
-    return [x.new_empty(x.shape, dtype=wide(x.dtype)) for x in arguments[:3]]
+def backward_shapes(
+    grad: Tensor, after_grad: Tensor | None, output: Tensor, normalizer: Tensor, *arguments: Any
+) -> list[Tensor]:
+    """Return empty gradients of q, k, v and of the sums before them."""
+    before = Operands(*arguments[:OPERANDS]).before
+    given = (*arguments[:3], *(() if before is None else (before,)))
+    return [x.new_empty(x.shape, dtype=wide(x.dtype)) for x in given]
 
 
 def save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
@@ -91,16 +101,26 @@ def save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
 
 
 def differentiate(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
-    """Differentiate the output: the other results are not used further, and calls with sums have no derivative."""
-    *operands, output, normalizer = ctx.saved_tensors
-    nothing = (None,) * (OPERANDS - 3 + len(Numbers._fields) + 1)
-    if grads[0] is None:
-        return None, None, None, *nothing
-    if torch.is_grad_enabled() or is_batched(grads[0]):  # a second derivative, or many gradients at once
+    """Differentiate output and sums. Poison has no derivative, and the log-scale of sums cancels out of every result."""
+    *tensors, output, normalizer = ctx.saved_tensors
+    operands, numbers = Operands(*tensors), Numbers(*ctx.numbers)
+    grad, after_grad = grads[0], grads[3] if len(grads) > 3 else None
+    if grad is None and after_grad is None:
+        return (None,) * (OPERANDS + len(numbers) + 1)
+    if grad is None:
+        grad = output.new_zeros(()).expand(output.shape)
+    if torch.is_grad_enabled() or is_batched(grad, after_grad):  # a second derivative, or many gradients at once
         with torch.enable_grad():
-            return *twin_gradients(grads[0], Operands(*operands), Numbers(*ctx.numbers)), *nothing
-    found = torch.ops.subquad.backward(grads[0], output, normalizer, *operands, *ctx.numbers)
-    return *(x.to(to.dtype) for x, to in zip(found, operands, strict=False)), *nothing
+            found = twin_gradients(grad, after_grad, operands, numbers)
+    else:
+        found = torch.ops.subquad.backward(grad, after_grad, output, normalizer, *operands, *numbers)
+    given = (operands.q, operands.k, operands.v, operands.before)
+    by_name = {
+        name: x.to(to.dtype)
+        for name, x, to in zip(("q", "k", "v", "before"), found, given, strict=False)
+        if to is not None
+    }
+    return *(by_name.get(name) for name in Operands._fields), *(None,) * (len(numbers) + 1)
 
 
 torch.library.impl("subquad::forward", "CPU", forward)

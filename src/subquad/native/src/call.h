@@ -50,6 +50,8 @@ struct SubquadCall {
   // Only for the backward pass.
   SubquadTensor output_grad;       // wide
   void *q_grad, *k_grad, *v_grad;  // (b, g, n, d), (b, m, d), (b, m, e), wide
+  const void* after_grad;          // of the sums over all keys, (b, e + 1, r), or null; wide
+  void* before_grad;               // of the sums before these keys, the same
 };
 
 // Multipole. The value width `values` is a multiple of SUBQUAD_PADDING; all numbers are wide and finite. Keys are in

@@ -5,9 +5,10 @@
 //
 // The backward pass needs S of every chunk, and the corresponding sum of gradients over the queries after it,
 // dS[e][f] = sum_i do_i[e] phi_f(q_i). S grows forward and dS backward, so there are two passes over the chunks:
-// neither stores states, and neither recovers one by subtraction. In both, one side is summed (`Source`, token-major)
-// and the other side reads the sums (`Reader`, feature-major), so nearly all work is in three block products whose
-// vectors run over features or over tokens:
+// neither stores states, and neither recovers one by subtraction. dS begins as the gradient of the sums over all keys,
+// if they were returned, and ends as the gradient of the sums before these keys. In both passes, one side is summed
+// (`Source`, token-major) and the other side reads the sums (`Reader`, feature-major), so nearly all work is in three
+// block products whose vectors run over features or over tokens:
 //
 //   absorb    S[e][f]   += V[t][e] phi[t][f]       add a chunk to the sums
 //   answer    O[e][t]   += S[e][f] phi[f][t]       read the sums
@@ -149,6 +150,7 @@ template <class T> class Scan {
   void differentiate_keys(Size b, T* k_grad, T* v_grad, const T* levels) {
     clear();
     level = levels[chunks_of_keys()];
+    take_after_grad(b);
     if (!call.causal) {
       find_tops();
       for (Size first = 0; first < call.queries; first += s.tokens)
@@ -172,7 +174,7 @@ template <class T> class Scan {
         find_tops();
         for (Size g = 0; g < call.group; ++g) {
           take_queries_as_source(b, g, first);
-          if (first > 0) absorb(times_rows(grads, fade));
+          if (first > 0 || call.before_grad) absorb(times_rows(grads, fade));
           meet_source_queries();
           add_product<T>(rows, c, query_count, {grads, 1, value_row}, weights, c, answers, c);
           descend_pairs({grads, value_row, 1}, query_count, value_columns);
@@ -183,6 +185,7 @@ template <class T> class Scan {
       head.write_grads(call.v, b, 0, first, key_count, call.values, T(1), answers, c, key_poison, true,
                        v_grad + first * call.values);
     }
+    write_before_grad(b);
   }
 
   // --- Sums ----------------------------------------------------------------------------------------------------------
@@ -217,6 +220,26 @@ template <class T> class Scan {
     if (part) return;
     static_cast<T*>(call.after_poison)[b] = seen_poison;
     if (s.scaled) static_cast<T*>(call.after_scale)[b] = level;
+  }
+
+  // A query reads the public sums by features without weights, so the gradients of these sums have none either.
+  void take_after_grad(Size b) {
+    if (!call.after_grad) return;
+    nothing = false;
+    const T* after = static_cast<const T*>(call.after_grad) + b * rows * s.features;
+    for (Size p = first_panel; p < end_panel; ++p)
+      for (Size e = 0; e < rows; ++e)
+        std::copy_n(after + e * s.features + s.first(p), s.count(p), panel_sums(p) + e * s.panel);
+  }
+
+  void write_before_grad(Size b) {
+    if (!call.before_grad) return;
+    // A causal pass has arrived at the level of the sums before; otherwise the level is that of all keys.
+    if (s.scaled && !call.causal) times_sums(raised(static_cast<const T*>(call.before_scale)[b], level));
+    T* before = static_cast<T*>(call.before_grad) + b * rows * s.features;
+    for (Size p = first_panel; p < end_panel; ++p)
+      for (Size e = 0; e < rows; ++e)
+        std::copy_n(panel_sums(p) + e * s.panel, s.count(p), before + e * s.features + s.first(p));
   }
 
   T weight(Size f) const { return s.series ? static_cast<const T*>(call.table)[f] : T(1); }
