@@ -62,7 +62,7 @@ def is_fusable(
 
 
 def _has_tokens(layout: Layout, is_stateful: bool) -> bool:
-    """Return whether there is something to compute. With a state, keys alone can be added up, and queries alone can read."""
+    """Return whether there is something to compute; with a state, keys alone are added up, and queries alone read."""
     if is_stateful:
         return layout.queries != 0 or layout.keys != 0
     return layout.queries != 0 and layout.keys != 0

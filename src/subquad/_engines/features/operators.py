@@ -101,7 +101,7 @@ def save(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
 
 
 def differentiate(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
-    """Differentiate output and sums. Poison has no derivative, and the log-scale of sums cancels out of every result."""
+    """Differentiate output and sums. Poison has no derivative, and the log-scale of sums cancels out of all results."""
     *tensors, output, normalizer = ctx.saved_tensors
     operands, numbers = Operands(*tensors), Numbers(*ctx.numbers)
     grad, after_grad = grads[0], grads[3] if len(grads) > 3 else None
@@ -114,12 +114,8 @@ def differentiate(ctx: Any, grads: list[Tensor | None]) -> tuple[Any, ...]:
             found = twin_gradients(grad, after_grad, operands, numbers)
     else:
         found = torch.ops.subquad.backward(grad, after_grad, output, normalizer, *operands, *numbers)
-    given = (operands.q, operands.k, operands.v, operands.before)
-    by_name = {
-        name: x.to(to.dtype)
-        for name, x, to in zip(("q", "k", "v", "before"), found, given, strict=False)
-        if to is not None
-    }
+    given = {name: x for name in ("q", "k", "v", "before") if (x := getattr(operands, name)) is not None}
+    by_name = {name: own.to(x.dtype) for (name, x), own in zip(given.items(), found, strict=True)}
     return *(by_name.get(name) for name in Operands._fields), *(None,) * (len(numbers) + 1)
 
 
