@@ -9,7 +9,7 @@ A sequence cut anywhere, and resumed from its state, gives the result of the who
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from threading import Lock
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from subquad._calls.layout import Layout
+from subquad._calls.sums import Sums, merge
 from subquad._torch_internals import register_container
 from subquad.methods import BUILT_IN, BlockSparse
 
@@ -62,6 +63,7 @@ class State:
         poison: (..., heads), 0, or NaN once a non-finite key or value was seen.
         log_scale: The sums are to be multiplied by its exp(): (..., heads, 1), or (..., heads, r) for `Separable`.
         segment: (..., heads), the segment of the last key, where segments are used.
+        is_whole: (..., heads), for feature methods, where segments are used: whether all keys are of that segment.
         keys: (..., heads, length, width), for `Exact`; for `Window` the last of them.
         values: (..., heads, length, value width), the same.
         keep: (..., heads, length), the same: False where padding hides a key.
@@ -90,6 +92,7 @@ class State:
     poison: Tensor | None = None
     log_scale: Tensor | None = None
     segment: Tensor | None = None
+    is_whole: Tensor | None = None
     keys: Tensor | None = None
     values: Tensor | None = None
     keep: Tensor | None = None
@@ -109,6 +112,46 @@ class State:
     def __getitem__(self, index: Tensor | slice) -> "State":
         """Select or reorder along the first dimension, such as the batch; beams may repeat an index."""
         return self._map(lambda tensor: tensor[index])
+
+    @staticmethod
+    def merge(before: "State", after: "State") -> "State":
+        """Return the state of a whole sequence from the states of two consecutive parts.
+
+        Associative, up to rounding. Each part's state comes from a call without a state, so parts can be summed up in
+        parallel. If `after` begins with a new segment, or contains one, nothing of `before` remains.
+
+        Args:
+            before: The state of the first part.
+            after: The state of the part that follows, made by the same method with the same scale.
+
+        Raises:
+            ValueError: The states do not fit, or their method keeps keys instead of sums.
+
+        Example:
+            >>> from subquad import attention
+            >>> k, v = torch.randn(2, 1, 2, 10, 4).unbind()
+            >>> def state_of(part):
+            ...     own, values = k[..., part, :], v[..., part, :]
+            ...     return attention(k[..., :0, :], own, values, method="taylor", return_state=True)[1]
+            >>> whole = State.merge(state_of(slice(0, 7)), state_of(slice(7, 10)))
+            >>> whole.length, torch.allclose(whole.sums, state_of(slice(0, 10)).sums, atol=1e-5)
+            (10, True)
+        """
+        _check_mergeable(before, after)
+        length = before.length + after.length
+        if before.sums is None or after.sums is None:  # One of them has seen no key.
+            return replace(after if before.sums is None else before, length=length)
+        segments: tuple[Tensor | None, Tensor | None] = (None, None)
+        is_whole = None
+        if before.segment is not None and after.segment is not None:
+            assert before.is_whole is not None and after.is_whole is not None
+            continues = after.is_whole & (before.segment == after.segment)
+            segments, is_whole = (torch.ones_like(continues), continues), continues & before.is_whole
+        merged = merge(_sums(before, segments[0]), _sums(after, segments[1]))
+        return replace(
+            after, length=length, is_whole=is_whole, sums=merged.values, poison=merged.poison,
+            log_scale=merged.log_scale,
+        )  # fmt: skip
 
     @property
     def nbytes(self) -> int:
@@ -132,7 +175,7 @@ class State:
         return self.method, self.length, self.scale, self.widths
 
 
-_TENSORS = ("sums", "poison", "log_scale", "segment", "keys", "values", "keep", "filled")
+_TENSORS = ("sums", "poison", "log_scale", "segment", "is_whole", "keys", "values", "keep", "filled")
 
 
 def _made(rest: Rest, tensors: dict[str, Tensor]) -> State:
@@ -152,6 +195,40 @@ register_container(
 torch.serialization.add_safe_globals([State, WritePermit, BlockSparse, *BUILT_IN])
 
 
+def _sums(state: State, segment: Tensor | None) -> Sums:
+    assert state.sums is not None and state.poison is not None
+    return Sums(state.sums, state.poison, state.log_scale, segment)
+
+
+def _check_mergeable(before: State, after: State) -> None:
+    """Raise ValueError unless both states hold sums that can be added."""
+    for state in (before, after):
+        if state.keys is not None or state.parts:
+            raise ValueError(f"merge: expected states of a feature method, which hold sums, got one of {state.method}")
+    check_method(before, after.method)
+    check_scale(before, after.scale)
+    if before.sums is None or after.sums is None:
+        return
+    shapes, dtypes = [tuple(x.sums.shape) for x in (before, after)], [x.sums.dtype for x in (before, after)]  # type: ignore[union-attr]
+    if shapes[0] != shapes[1] or dtypes[0] != dtypes[1]:
+        raise ValueError(f"merge: expected sums of one shape and dtype, got {shapes} in {dtypes}")
+    if (before.segment is None) != (after.segment is None):
+        raise ValueError("merge: expected two states made with segment_ids, or two made without, got one of each")
+
+
+def check_method(state: State, method: Any) -> None:
+    """Raise ValueError unless the state was made by this method, with the same projections."""
+    if state.method is not method and state.method != method:
+        raise ValueError(f"state: expected one made by {method}, got one made by {state.method}")
+    old, new = getattr(state.method, "matrix", None), getattr(method, "matrix", None)
+    if (
+        old is not new
+        and not torch.compiler.is_compiling()
+        and (old is None or new is None or not torch.equal(old, new))
+    ):
+        raise ValueError("state: expected one made with the same matrix of random projections, got one with another")
+
+
 def check_scale(state: State, scale: float) -> None:
     """Raise ValueError unless the state was made with this factor of the logits."""
     if abs(state.scale - scale) > SCALE_TOLERANCE * abs(state.scale):
@@ -165,15 +242,7 @@ def check_state(
     state: State, method: Any, layout: Layout, has_segments: bool, dtype: torch.dtype, scale: float
 ) -> None:
     """Raise ValueError unless the state was made with this method, batch, width, dtype, use of segments and scale."""
-    if state.method is not method and state.method != method:
-        raise ValueError(f"state: expected one made by {method}, got one made by {state.method}")
-    old, new = getattr(state.method, "matrix", None), getattr(method, "matrix", None)
-    if (
-        old is not new
-        and not torch.compiler.is_compiling()
-        and (old is None or new is None or not torch.equal(old, new))
-    ):
-        raise ValueError("state: expected one made with the same matrix of random projections, got one with another")
+    check_method(state, method)
     if state.sums is None and state.keys is None and not state.parts:
         return  # No key has been seen.
     if (state.segment is not None) != has_segments:

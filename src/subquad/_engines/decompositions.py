@@ -7,12 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from subquad._calls.sums import Sums
 from subquad._engines.features.at_once import run_at_once
 from subquad._engines.features.double_backward import method_of
 from subquad._engines.features.method_kernel import kernel_of
 from subquad._engines.features.native_call import Numbers, Operands
 from subquad._engines.features.operators import OPERANDS, wide
-from subquad._engines.features.sums import Sums, Tokens
+from subquad._engines.features.sums import Tokens
 from subquad._engines.finite import widen
 from subquad._engines.sparse.at_once import attend_at_once
 from subquad._engines.sparse.operators import PATTERN

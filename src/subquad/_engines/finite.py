@@ -7,8 +7,6 @@ as poison, 0 or NaN, which is added to the rows that may see it: 0 * NaN would r
 import torch
 from torch import Tensor
 
-NEVER = float("-inf")  # the logarithm of no weight
-
 
 def widen(x: Tensor) -> Tensor:
     """Return x in float32, or float64 if it is wider."""

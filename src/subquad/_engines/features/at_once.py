@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from subquad._calls.sums import NEVER, Sums, finite
 from subquad._calls.view import View
 from subquad._engines.features.choose_form import CHUNK_TOKENS, Form
 from subquad._engines.features.chunked import Found
 from subquad._engines.features.kernel import Kernel, absorb, ready_keys, ready_queries
-from subquad._engines.features.sums import Sums, Tokens, finite, joined
-from subquad._engines.finite import NEVER
+from subquad._engines.features.sums import Tokens, joined
 from subquad._torch_internals import in_trace
 
 

@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from subquad._calls.sums import EMPTY, Sums
 from subquad._calls.view import View
 from subquad._engines.features.choose_form import Sizes
 from subquad._engines.features.cutting import (
@@ -27,7 +28,7 @@ from subquad._engines.features.cutting import (
 )
 from subquad._engines.features.kernel import Kernel, absorb, ready_keys, ready_queries
 from subquad._engines.features.linear import reading, summed
-from subquad._engines.features.sums import EMPTY, Sums, Tokens, joined, merged_in_turn
+from subquad._engines.features.sums import Tokens, joined, merged_in_turn
 from subquad._engines.recompute import recomputed, scanned
 
 Found = tuple[Tensor, Sums | None]  # the output (b, g, n, e), and the sums of all keys

@@ -11,7 +11,8 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from subquad._engines.features.sums import Sums, Tokens
+from subquad._calls.sums import Sums
+from subquad._engines.features.sums import Tokens
 
 
 def cut_sizes(length: int, chunk: int, unit: int) -> list[int]:

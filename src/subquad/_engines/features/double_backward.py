@@ -6,11 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from subquad._calls.sums import Sums
 from subquad._engines.features.choose_form import Form, Sizes
 from subquad._engines.features.forms import run_form
 from subquad._engines.features.method_kernel import kernel_of
 from subquad._engines.features.native_call import MAP_NAMES, Numbers, Operands
-from subquad._engines.features.sums import Sums, Tokens
+from subquad._engines.features.sums import Tokens
 from subquad.methods import Linear, RandomFeatures, Separable, Taylor, feature_method
 
 CHUNK_TOKENS = 64

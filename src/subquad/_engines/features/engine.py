@@ -13,13 +13,14 @@ from torch import Tensor
 
 from subquad._calls.call import Call
 from subquad._calls.state import State
+from subquad._calls.sums import Sums
 from subquad._engines.features.at_once import run_at_once
 from subquad._engines.features.choose_form import Form, choose_form, is_fusable, sizes_of
 from subquad._engines.features.forms import run_form
 from subquad._engines.features.fused import PLAIN_TYPES, fused, fused_separable, fused_step
 from subquad._engines.features.kernel import FeatureKernel, Kernel
 from subquad._engines.features.method_kernel import kernel_of, shifted
-from subquad._engines.features.sums import Sums, Tokens
+from subquad._engines.features.sums import Tokens
 from subquad._engines.result import Result
 from subquad._torch_internals import has_open_size, is_recorded, is_transformed
 from subquad.methods.memory_limit import check_memory, needs_features
@@ -137,4 +138,13 @@ def _state_after(method: Any, call: Call, sums: Sums | None) -> State:
         poison=unfold(sums.poison),
         log_scale=None if sums.log_scale is None else unfold(sums.log_scale),
         segment=None if call.last_segment is None else unfold(call.last_segment),
+        is_whole=None if call.segments is None else unfold(_is_whole(call)),
     )
+
+
+def _is_whole(call: Call) -> Tensor:
+    """Return (b,): whether all keys, also those of the state, are of the last segment."""
+    assert call.segments is not None
+    is_whole = (call.segments == 0).all(1)
+    before = None if call.state is None else call.state.is_whole
+    return is_whole if before is None else is_whole & before.reshape(-1)

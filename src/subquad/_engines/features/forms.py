@@ -19,12 +19,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from subquad._calls.sums import Sums
 from subquad._engines.features.choose_form import Form, Sizes
 from subquad._engines.features.chunked import Found, chunked, segmented, uneven
 from subquad._engines.features.dense import dense
 from subquad._engines.features.kernel import Kernel
 from subquad._engines.features.linear import linear, reading, summed
-from subquad._engines.features.sums import Sums, Tokens
+from subquad._engines.features.sums import Tokens
 
 LARGE_BLOCK_BYTES = 31 << 20  # just below the most that glibc keeps
 

@@ -7,10 +7,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from subquad._calls.sums import Sums
 from subquad._engines.features import operators  # noqa: F401  (registers the torch operators)
 from subquad._engines.features.kernel import FeatureKernel, Kernel
 from subquad._engines.features.native_call import Numbers, Operands, Results, execute
-from subquad._engines.features.sums import Sums, Tokens
+from subquad._engines.features.sums import Tokens
 from subquad._torch_internals import has_numbers, is_recorded
 from subquad.methods.method import FeatureMethod
 from subquad.native.calls import MAPS, POISONED, address, padded

@@ -11,9 +11,10 @@ from math import copysign, sqrt
 import torch
 from torch import Tensor
 
+from subquad._calls.sums import NEVER, Sums, finite
 from subquad._calls.view import View
-from subquad._engines.features.sums import Around, Keys, Queries, Sums, Tokens, finite, highest, joined, row_poison
-from subquad._engines.finite import NEVER, cleaned, inverse, poison_of, widen
+from subquad._engines.features.sums import Around, Keys, Queries, Tokens, highest, joined, row_poison
+from subquad._engines.finite import cleaned, inverse, poison_of, widen
 from subquad._torch_internals import exponential, has_numbers
 from subquad.methods.method import FeatureMethod, UserMap
 

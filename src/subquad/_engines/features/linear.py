@@ -9,9 +9,10 @@ s chunks.
 import torch
 from torch import Tensor
 
+from subquad._calls.sums import Sums
 from subquad._engines.features.cutting import cut, parts_of, sums_of, tensors_of
 from subquad._engines.features.kernel import Kernel, absorb, ready_keys, ready_queries
-from subquad._engines.features.sums import Sums, Tokens, joined
+from subquad._engines.features.sums import Tokens, joined
 from subquad._engines.recompute import recomputed
 
 

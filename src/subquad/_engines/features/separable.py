@@ -21,10 +21,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from subquad._calls.sums import NEVER, Sums, finite
 from subquad._calls.view import View
 from subquad._engines.features.kernel import Kernel
-from subquad._engines.features.sums import Around, Keys, Queries, Sums, finite, highest, row_poison
-from subquad._engines.finite import NEVER, inverse, widen
+from subquad._engines.features.sums import Around, Keys, Queries, highest, row_poison
+from subquad._engines.finite import inverse, widen
 
 
 @dataclass(frozen=True)

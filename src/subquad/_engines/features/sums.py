@@ -1,4 +1,4 @@
-"""Keys added up: the records that the forms pass around, and the algebra of sums.
+"""The records that the forms pass around: tokens, keys and queries that are ready for use, and sums in turn.
 
     out_i = sum_j w_ij v_j / sum_j w_ij,    w_ij = phi(q_i).phi(k_j) exp(c_j),    over the keys j that row i may see
 
@@ -16,8 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from subquad._calls.sums import NEVER, Sums, finite, merge
 from subquad._calls.view import View
-from subquad._engines.finite import NEVER
 
 
 class Tokens(NamedTuple):
@@ -49,34 +49,7 @@ class Queries(NamedTuple):
     poison: Tensor  # (b, g, n)
 
 
-class Sums(NamedTuple):
-    """Keys added up: sum_j phi(k_j) exp(c_j - log_scale) [v_j, 1], and the segment that they belong to."""
-
-    values: Tensor  # (b, r, e + 1)
-    poison: Tensor  # (b,): 0, or NaN once a key or value was not finite
-    log_scale: Tensor | None = None  # (b, 1), or (b, r) where each feature has its own
-    segment: Tensor | None = None  # (b,)
-
-
-EMPTY = (0.0, 0.0, NEVER, -1)  # the values, poison, log-scale and segment of no keys
-
 Around = Sequence[tuple[Sums, Tensor | None]]  # sums beside a block, each with the rows (b, n) that may read them
-
-
-def merge(before: Sums, after: Sums) -> Sums:
-    """Return the sums of both; nothing of `before` remains if a new segment has begun since."""
-    old, old_poison, old_scale = before.values, before.poison, before.log_scale
-    if before.segment is not None and after.segment is not None:
-        same = (before.segment == after.segment)[:, None]
-        old, old_poison = torch.where(same[..., None], old, 0.0), torch.where(same[:, 0], old_poison, 0.0)
-        old_scale = None if old_scale is None else torch.where(same, old_scale, NEVER)
-    poison = old_poison + after.poison
-    if old_scale is None or after.log_scale is None:
-        return Sums(old + after.values, poison, None, after.segment)
-    scale = torch.maximum(old_scale, after.log_scale)
-    level = finite(scale)
-    new = after.values * (after.log_scale - level).exp()[..., None]
-    return Sums(torch.addcmul(new, old, (old_scale - level).exp()[..., None]), poison, scale, after.segment)
 
 
 def joined(before: Sums | None, own: Sums) -> Sums:
@@ -113,11 +86,6 @@ def merged_in_turn(before: Sums, chunks: Sums) -> list[Sums]:
         segment = None if segments is None else segments[:, i]
         found.append(Sums(values, poison + kept(found[-1].poison, 0.0, i), scales[i + 1], segment))
     return found
-
-
-def finite(log_scale: Tensor) -> Tensor:
-    """Return 0 for -inf, the log-scale of no keys, so that no difference to it is inf - inf."""
-    return torch.where(log_scale == NEVER, 0.0, log_scale)
 
 
 def highest(own: Tensor, around: Around) -> Tensor:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from subquad._engines.finite import NEVER, cleaned
+from subquad._calls.sums import NEVER
+from subquad._engines.finite import cleaned
 from subquad._engines.multipole.memory import Memory, far_segments, rows_of
 from subquad._engines.multipole.records import Blocks, Roots, unpacked, unpacked_roots
 from subquad._engines.recompute import Recomputed

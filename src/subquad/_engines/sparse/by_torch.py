@@ -9,7 +9,8 @@ Axes: b batch and key heads, g query heads per key head, n queries, m keys, d wi
 import torch
 from torch import Tensor
 
-from subquad._engines.finite import NEVER, cleaned, poison_of
+from subquad._calls.sums import NEVER
+from subquad._engines.finite import cleaned, poison_of
 from subquad._engines.sparse.pattern import Pattern
 
 TILE_ROWS = 256

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from subquad._engines.finite import NEVER, widen
+from subquad._calls.sums import NEVER
+from subquad._engines.finite import widen
 from subquad.attention import attention
 from subquad.integrations.flash.rows import attend_rows
 from subquad.integrations.flash.rule import Rule

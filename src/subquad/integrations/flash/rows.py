@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn.functional import dropout, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
-from subquad._engines.finite import NEVER, widen
+from subquad._calls.sums import NEVER
+from subquad._engines.finite import widen
 from subquad.integrations.flash.rule import Rule
 
 MAX_ROWS = 128

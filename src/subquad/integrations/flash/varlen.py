@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from subquad._engines.finite import NEVER, widen
+from subquad._calls.sums import NEVER
+from subquad._engines.finite import widen
 from subquad.attention import MethodLike
 from subquad.integrations.flash.attend import attend
 from subquad.integrations.flash.checks import check_integers, check_tensors
