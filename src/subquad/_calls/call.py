@@ -49,6 +49,9 @@ class Call(NamedTuple):
     is_normalized: bool = True  # False: leave out the division by the sum of weights
     is_headless: bool = False  # the query came without a head dimension
     is_autocast: bool = False
+    # For calls whose keys are a part of those of all processes; users cannot set them.
+    following: State | None = None  # of the keys after these, in the last segment; not causal
+    first_row: int | None = None  # position of the first query among the keys, if it is not where torch puts it
 
     @classmethod
     def of(
@@ -101,7 +104,7 @@ class Call(NamedTuple):
 
     @property
     def is_stateful(self) -> bool:
-        return self.return_state or self.state is not None
+        return self.return_state or self.state is not None or self.following is not None
 
     @property
     def is_empty(self) -> bool:

@@ -111,9 +111,11 @@ def uneven(kernel: Kernel, tokens: Tokens, before: Sums | None, sizes: Sizes, wa
     return torch.cat([*first, output], 2), sums
 
 
-def segmented(kernel: Kernel, tokens: Tokens, before: Sums | None, chunk: int) -> Found:
+def segmented(
+    kernel: Kernel, tokens: Tokens, before: Sums | None, chunk: int, following: Sums | None = None
+) -> Found:
     """Compute attention in segments, not causal: a chunk reads the sums of its first segment on its left, and of its
-    last segment on its right."""
+    last segment on its right. Both may continue beyond the tokens, in the sums `before` and `following`."""
 
     def add(backwards: bool, kernel: Kernel, k: Tensor, v: Tensor, *rest: Tensor | None) -> tuple[Tensor, ...]:
         *tensors, keep, segments, segment = rest
@@ -140,7 +142,7 @@ def segmented(kernel: Kernel, tokens: Tokens, before: Sums | None, chunk: int) -
 
     pieces = cut_all(chunk, tokens)
     lefts = along(pieces, before, backwards=False)
-    rights = along(pieces[:0:-1], None, backwards=True)[::-1]
+    rights = along(pieces[:0:-1], following, backwards=True)[::-1]
     outputs: list[Tensor] = []
     for (q, k, v, keep, segments), left, right in zip(pieces, lefts[:-1], rights, strict=True):
         edges = (None if side is None else side.segment for side in (left, right))

@@ -58,7 +58,7 @@ def twin_gradients(grad: Tensor, after_grad: Tensor | None, operands: Operands, 
     sums = None if before is None or poison is None else Sums(before.mT, poison, log_scale)
     form: Form = "chunked" if numbers.is_causal else "linear"
     sizes = SIZES._replace(batch=q.shape[0], wave=CHUNK_TOKENS if numbers.is_causal else CHUNK_TOKENS**2)
-    output, after = run_form(form, sizes, kernel, tokens, sums, numbers.is_causal, after_grad is not None)
+    output, after = run_form(form, sizes, kernel, tokens, (sums, None), numbers.is_causal, after_grad is not None)
     results, grads = [output], [grad.to(output.dtype)]
     if after_grad is not None and after is not None:
         results.append(after.values)

@@ -16,7 +16,7 @@ from subquad._calls.state import State
 from subquad._calls.sums import Sums
 from subquad._engines.features.at_once import run_at_once
 from subquad._engines.features.choose_form import Form, choose_form, is_fusable, sizes_of
-from subquad._engines.features.forms import run_form
+from subquad._engines.features.forms import Beside, run_form
 from subquad._engines.features.fused import PLAIN_TYPES, fused, fused_separable, fused_step
 from subquad._engines.features.kernel import FeatureKernel, Kernel
 from subquad._engines.features.method_kernel import kernel_of, shifted
@@ -39,7 +39,7 @@ def run(method: Any, call: Call, form: Form | None = None, chunk: int | None = N
         wide = torch.autocast(call.layout.device.type, enabled=False)
     with wide:
         tokens = Tokens(*call.folded(), call.keep(), call.segments)
-        before = _sums_before(call)
+        before, following = _sums_before(call), _sums_following(call)
         is_served = _is_served(features, call, tokens, before)
         form = _form_of(features, call, is_served, before is not None, form)
         if needs_features(features, form) and not has_open_size(call.layout.rows):
@@ -56,17 +56,17 @@ def run(method: Any, call: Call, form: Form | None = None, chunk: int | None = N
             assert isinstance(kernel, FeatureKernel)
             found: tuple[Tensor, Sums | None] = fused_step(features, kernel, tokens, before)
         else:
-            found = _computed(features, kernel, form, tokens, before, call, chunk)
+            found = _computed(features, kernel, form, tokens, (before, following), call, chunk)
         output, sums = found
         state = _state_after(method, call, sums) if call.return_state else None
         return Result(call.unfolded(output), state, form)
 
 
 def _computed(
-    method: FeatureMethod, kernel: Kernel, form: Form, tokens: Tokens, before: Sums | None, call: Call,
-    chunk: int | None,
-) -> tuple[Tensor, Sums | None]:  # fmt: skip
+    method: FeatureMethod, kernel: Kernel, form: Form, tokens: Tokens, beside: Beside, call: Call, chunk: int | None
+) -> tuple[Tensor, Sums | None]:
     """Return the output (b, g, n, e), and the sums of all keys if the call returns a state."""
+    before, _ = beside
     if form == "fused" and isinstance(kernel, FeatureKernel):
         return fused(method, kernel, tokens, before, call.is_causal, call.return_state, chunk or 0)
     lay = call.layout
@@ -77,9 +77,9 @@ def _computed(
         output, left = fused_separable(kernel, tokens, chunk or 0)
         if left is None:
             return output, None
-        by_torch, _ = run_form("chunked", sizes, kernel, tokens, None, True, False)
+        by_torch, _ = run_form("chunked", sizes, kernel, tokens, (None, None), True, False)
         return torch.where(left[..., None], by_torch, output), None
-    return run_form(form, sizes, kernel, tokens, before, call.is_causal, call.return_state)
+    return run_form(form, sizes, kernel, tokens, beside, call.is_causal, call.return_state)
 
 
 def _is_served(method: FeatureMethod, call: Call, tokens: Tokens, before: Sums | None) -> bool:
@@ -123,6 +123,18 @@ def _sums_before(call: Call) -> Sums | None:
         return None
     log_scale = None if state.log_scale is None else state.log_scale.reshape(rows, -1)
     segment = None if call.segments is None else call.segments.new_zeros(rows)
+    return Sums(state.sums.reshape(rows, *state.sums.shape[-2:]), state.poison.reshape(rows), log_scale, segment)
+
+
+def _sums_following(call: Call) -> Sums | None:
+    """Return the sums of the keys after these, with the number of the segment that they continue."""
+    state, rows = call.following, call.layout.rows
+    if state is None or state.sums is None or state.poison is None or call.segments is None:
+        return None
+    assert state.segment is not None and call.last_segment is not None
+    log_scale = None if state.log_scale is None else state.log_scale.reshape(rows, -1)
+    continues = state.segment.reshape(rows) == call.last_segment
+    segment = torch.where(continues, call.segments[:, -1], -1) if call.layout.keys else call.last_segment
     return Sums(state.sums.reshape(rows, *state.sums.shape[-2:]), state.poison.reshape(rows), log_scale, segment)
 
 

@@ -27,6 +27,8 @@ from subquad._engines.features.kernel import Kernel
 from subquad._engines.features.linear import linear, reading, summed
 from subquad._engines.features.sums import Tokens
 
+Beside = tuple[Sums | None, Sums | None]  # sums of the keys before a call, and of those that follow
+
 LARGE_BLOCK_BYTES = 31 << 20  # just below the most that glibc keeps
 
 
@@ -41,15 +43,16 @@ def keep_large_blocks() -> None:
 
 
 def run_form(
-    form: Form, sizes: Sizes, kernel: Kernel, tokens: Tokens, before: Sums | None, is_causal: bool, want_sums: bool
+    form: Form, sizes: Sizes, kernel: Kernel, tokens: Tokens, beside: Beside, is_causal: bool, want_sums: bool
 ) -> Found:
-    """Return the output (b, g, n, e), and the sums of all keys if wanted."""
+    """Return the output (b, g, n, e), and the sums of all keys, except those that follow, if wanted."""
     q, k, v, keep, segments = tokens
+    before, following = beside
     n, m = q.shape[2], k.shape[1]
     if not torch.compiler.is_compiling():
         keep_large_blocks()
     if q.shape[0] > sizes.batch:
-        return _run_in_batches(form, sizes, kernel, tokens, before, is_causal, want_sums)
+        return _run_in_batches(form, sizes, kernel, tokens, beside, is_causal, want_sums)
     if q.shape[0] * q.shape[1] * n == 0 or (m == 0 and before is None):  # no query, or nothing to see
         sums = before
         if want_sums and q.shape[0] and m:
@@ -65,7 +68,7 @@ def run_form(
         return kernel.step(tokens, before)
     if not is_causal:
         if segments is not None:
-            return segmented(kernel, tokens, before, sizes.chunk)
+            return segmented(kernel, tokens, before, sizes.chunk, following)
         return linear(kernel, tokens, before, sizes.wave)
     if n == m:
         return chunked(kernel, tokens, before, sizes, want_sums)
@@ -73,19 +76,21 @@ def run_form(
 
 
 def _run_in_batches(
-    form: Form, sizes: Sizes, kernel: Kernel, tokens: Tokens, before: Sums | None, is_causal: bool, want_sums: bool
+    form: Form, sizes: Sizes, kernel: Kernel, tokens: Tokens, beside: Beside, is_causal: bool, want_sums: bool
 ) -> Found:
     """Run the form for a few batches and heads at a time, so that its intermediate results stay in the cache."""
 
     def parts(tensor: Tensor | None) -> Sequence[Tensor | None]:
         return [None] * -(-tokens.q.shape[0] // sizes.batch) if tensor is None else tensor.split(sizes.batch)
 
-    tensors = (*tokens, *(before or (None,) * len(Sums._fields)))
+    count = len(Sums._fields)
+    tensors = (*tokens, *(x for sums in beside for x in sums or (None,) * count))
     outputs, found = [], []
-    for q, k, v, keep, segments, *sums_b in zip(*map(parts, tensors), strict=True):
-        own = None if before is None else Sums(*cast(Any, sums_b))
+    for q, k, v, keep, segments, *rest in zip(*map(parts, tensors), strict=True):
+        sides = (rest[:count], rest[count:])
+        own = tuple(None if sums is None else Sums(*cast(Any, part)) for sums, part in zip(beside, sides, strict=True))
         part = Tokens(cast(Tensor, q), cast(Tensor, k), cast(Tensor, v), keep, segments)
-        output, sums = run_form(form, sizes, kernel, part, own, is_causal, want_sums)
+        output, sums = run_form(form, sizes, kernel, part, cast(Beside, own), is_causal, want_sums)
         outputs.append(output)
         found.append(sums)
     if any(sums is None for sums in found):

@@ -37,6 +37,7 @@ class Mode(NamedTuple):
     """How a call is computed."""
 
     is_causal: bool
+    first_row: int  # position of the first query among the keys of a call without a state
     is_growing: bool  # the memory is wanted
     use_kernels: bool
     is_recorded: bool  # by autograd
@@ -92,7 +93,7 @@ def _attend(method: Multipole, call: Call, by_torch: bool) -> Result:
     q = q if scale == call.logit_scale else q * call.logit_scale
     is_finite = is_plain and bool(torch.stack([x.sum() for x in (q, k, v)]).isfinite().all())
     is_finite = is_finite and (before is None or not bool(before.poison.isnan().any()))
-    mode = Mode(call.is_causal, call.return_state, use_kernels, is_recorded, is_finite, scale)
+    mode = Mode(call.is_causal, call.first_row or 0, call.return_state, use_kernels, is_recorded, is_finite, scale)
     output, memory = _computed(method, call, q, k, v, before, mode)
     state = None
     if call.return_state and memory is not None:
@@ -125,10 +126,11 @@ def _in_order(
     """Compute queries and keys of one sequence per row; return the output and the new memory."""
     n, m = q.shape[2], k.shape[1]
     poison = None if mode.is_finite else poison_of_keys(k, v, keep)
-    # The number of new keys up to the last one that a query sees; without a state, row i has key i.
+    # The number of new keys up to the last one that a query sees.
     upto = torch.full((n,), m, device=k.device)
     if mode.is_causal:
-        upto = (torch.arange(n, device=k.device) + (1 if before is None else 1 + m - n)).clamp(0, m)
+        first = mode.first_row if before is None else m - n
+        upto = (torch.arange(n, device=k.device) + first + 1).clamp(0, m)
     counted = upto.expand(len(k), -1) if keep is None else F.pad(keep.cumsum(1), (1, 0))[:, upto]
     counted = counted if before is None else counted + before.filled[:, None]
     memory = None

@@ -48,7 +48,7 @@ def _check_lengths(method: SparseMethod, call: Call) -> None:
         if call.is_stateful:
             raise ValueError("state: BlockSparse describes a whole sequence and has no state; expected none")
     elif isinstance(method, Window) and method.size is not None:
-        if n != m and not call.is_causal:
+        if n != m and not call.is_causal and call.first_row is None:
             raise NotServed(
                 f"key: a window on both sides compares positions; expected {n} keys, as many as queries, got {m}. For "
                 'cross-attention, use method="exact".'
@@ -120,6 +120,7 @@ def _pattern(method: SparseMethod, call: Call, tokens: Tokens, prefix: int) -> P
     layout, keys = call.layout, tokens.keys.shape[1]
     before = keys - layout.keys
     first = before + (layout.keys - layout.queries if call.state is not None and call.is_causal else 0)
+    first += call.first_row or 0
     segments = call.segments
     if segments is not None and before:
         segments = torch.cat([segments.new_zeros(len(segments), before), segments], 1)
@@ -132,7 +133,7 @@ def _pattern(method: SparseMethod, call: Call, tokens: Tokens, prefix: int) -> P
     assert isinstance(method, Window)
     places = Places(layout.queries, keys, first, call.is_causal, prefix, tokens.keep, segments)
     found = Pattern(bounds_of(method, places, layout.device), tokens.keep, key_heads=layout.key_heads)
-    if method.size is None or call.state is not None or call.segments is not None:
+    if method.size is None or call.state is not None or call.segments is not None or call.first_row is not None:
         return found
     return found._replace(reach=method.size, sinks=method.sinks, is_causal=call.is_causal)
 

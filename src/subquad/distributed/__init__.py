@@ -1,0 +1,6 @@
+"""Sequences longer than one process: attention over the ranks of a torch.distributed group."""
+
+from subquad.distributed.attention import attention
+from subquad.distributed.peers import ExchangeError
+
+__all__ = ["ExchangeError", "attention"]
