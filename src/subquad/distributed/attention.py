@@ -11,6 +11,7 @@ Axes: (..., heads, length, width). n queries and m keys of this rank, d width, e
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -107,7 +108,7 @@ def attend(
     try:
         call = Call.of(query, key, value, **options)
         _check(method, call)
-        facts |= _facts(call, options)
+        facts |= _facts(call)
     except (ValueError, TypeError, AssertionError) as error:
         problem = error
     peers = agree(peers, facts, 0 if call is None else call.layout.keys, problem)
@@ -145,13 +146,12 @@ def _check(method: AnyMethod | Auto, call: Call) -> None:
         check_state(call.state, method, layout, call.segments is not None, call.key.dtype, call.logit_scale)
 
 
-def _facts(call: Call, options: dict[str, Any]) -> dict[str, Any]:
+def _facts(call: Call) -> dict[str, Any]:
     """Return what must be equal on all ranks."""
     layout, tensors = call.layout, (call.query, call.key, call.value)
-    import torch
-
+    heads = layout.key_heads * layout.group
     return {
-        "query": f"{call.query.dtype}, batch {layout.batch}, {layout.key_heads * layout.group} heads, width {layout.width}",
+        "query": f"{call.query.dtype}, batch {layout.batch}, {heads} heads, width {layout.width}",
         "key": f"{call.key.dtype}, {layout.key_heads} heads",
         "value": f"{call.value.dtype}, width {layout.value_width}",
         "is_causal": call.is_causal,
