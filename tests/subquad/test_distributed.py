@@ -130,7 +130,7 @@ def error_of(case: tuple[Any, ...], group: dist.ProcessGroup) -> float:
         if after is not None:  # Every rank holds a copy.
             loss = loss + after.sums.square().sum() / (1 if place == "alone" else case[1])
         learned = list(SUMS["learned"].parameters()) if case[0] == "learned" else []
-        grads = list(torch.autograd.grad(loss, [*tokens, *leaves, *learned]))
+        grads = list(torch.autograd.grad(loss, [*tokens, *leaves, *learned], materialize_grads=True))
         for grad in grads[3:] if place == "ranks" else []:  # Each rank has a part of it.
             dist.all_reduce(grad, group=group)
         found[place] = ([output.detach(), *grads[:3]], grads[3:], after)
@@ -290,7 +290,7 @@ EXPECTED = {
     "shape": "query: expected the same on all ranks", "heads": "query: expected the same on all ranks",
     "causal": "is_causal: expected the same on all ranks, got False on rank 0 and True on rank 1",
     "invalid": "key: expected width 8", "gradient": "requires_grad: expected the same on all ranks",
-    "padding": "key_padding_mask: expected a boolean tensor", "auto": "method: Auto decides by the whole sequence",
+    "padding": "key_padding_mask: expected a boolean tensor", "auto": "method: expected one of 'exact'",
     "blocks": "method: BlockSparse describes a whole sequence", "dropout": "dropout_p: expected 0",
     "pairs": "attn_mask: expected a mask of this rank's keys", "cross": "is_causal: expected as many queries as keys",
     "state": "state: on several ranks only feature methods have a state",
