@@ -104,27 +104,27 @@ def attend(
     method: MethodLike, query: Tensor, key: Tensor, value: Tensor, peers: Peers, **options: Any
 ) -> tuple[Tensor, State | None]:
     """Return the output of this rank, and the state if wanted."""
-    call, problem, facts = None, None, {"method": method}
+    call, named, problem, facts = None, None, None, {"method": method}
     try:
-        facts["method"] = method = resolve(method)
+        facts["method"] = named = resolve(method)
         call = Call.of(query, key, value, **options)
-        _check(method, call)
+        _check(named, call)
         facts |= _facts(call)
     except (ValueError, TypeError) as error:
         problem = error
     peers = agree(peers, facts, 0 if call is None else call.layout.keys, problem)
-    assert call is not None
-    warn_about(method, stacklevel=3)
+    assert call is not None and named is not None
+    warn_about(named, stacklevel=3)
     if call.layout.rows * call.layout.group == 0:  # no heads: nothing to compute, and nothing to exchange
-        output, state, _ = run(method, call)
+        output, state, _ = run(named, call)
         return output, state
     runs = None if options["segment_ids"] is None else number_runs(call, options["segment_ids"], peers)
-    name = engine_of(method)
+    name = engine_of(named)
     engines = {"exact": exact, "sparse": window, "multipole": multipole}
     with torch.autocast(call.layout.device.type, enabled=False):  # The call knows its dtype.
         if name == "features":
-            return features.attend(method, call, peers, runs)
-        return engines[name].attend(method, call, peers, runs), None
+            return features.attend(named, call, peers, runs)
+        return engines[name].attend(named, call, peers, runs), None
 
 
 def _check(method: AnyMethod, call: Call) -> None:
