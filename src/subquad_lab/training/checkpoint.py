@@ -95,7 +95,7 @@ def load(path: Path) -> Checkpoint:
 
 
 def newest_state(folder: Path) -> dict[str, Any] | None:
-    """Return the state of the latest checkpoint whose state is intact, or None if there are no checkpoints.
+    """Return the state of the latest checkpoint whose state is intact, or None if there are none.
 
     The tensors are not read. Another process may save and remove checkpoints meanwhile.
     """

@@ -48,7 +48,7 @@ class Log:
         """Truncate the log to its mark in a checkpoint; later steps will be logged again.
 
         Args:
-            mark: The mark, or None if there is no checkpoint: the log must then be empty.
+            mark: The mark, or None without a checkpoint: the log must then be empty.
         """
         content = content_of(self.path)
         if mark is None and content:

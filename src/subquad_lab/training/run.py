@@ -174,7 +174,7 @@ class Run:
         return {name: log.mark() for name, log in self._logs.items()}
 
     def rewind(self, marks: dict[str, Mark] | None) -> None:
-        """Verify the logs and truncate them to their marks in a checkpoint; None if there is no checkpoint."""
+        """Verify the logs and truncate them to their marks in a checkpoint; without marks, they must be empty."""
         unlist(self.folder, self._logs)
         for name, log in self._logs.items():
             log.rewind(None if marks is None else marks[name])
