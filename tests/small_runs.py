@@ -13,11 +13,12 @@ import yaml
 from subquad_lab.experiments import EXPERIMENTS, graphs, images, language, speech
 from subquad_lab.experiments.language import Config
 from subquad_lab.experiments.stored import opened
+from subquad_lab.system.checksums import SUMS, as_lines, digest
 from subquad_lab.training import checkpoint, seeds, snapshot
 from subquad_lab.training.config import Training
 from subquad_lab.training.experiment import Experiment
 from subquad_lab.training.loop import Trainer
-from subquad_lab.training.run import METRICS, Run
+from subquad_lab.training.run import METRICS, RESULT, TIMING, Run
 
 MODELS = {
     "rnn": dict(model="rnn", embedding=6, width=8, context=5, tied=False),
@@ -123,6 +124,24 @@ def resume(folder: Path, experiment: Experiment | None = None) -> tuple[Run, dic
     found, config = opened(folder)
     series = seeds.train(experiment or found, config, folder)
     return series.runs[0], series.results[0]
+
+
+def listed(folder: Path) -> list[str]:
+    """The names in SHA256SUMS, apart from the code that reads it."""
+    return [line.split("  ")[1] for line in (folder / SUMS).read_text().splitlines()]
+
+
+def reseal(folder: Path) -> None:
+    """Checksums that fit, as whoever changed the files of a run on purpose would write them."""
+    sums = {name: digest((folder / name).read_bytes()) for name in listed(folder) if (folder / name).is_file()}
+    (folder / SUMS).write_bytes(as_lines(sums))
+
+
+def unfinish(folder: Path) -> None:
+    """Make a finished run what it was after its last checkpoint."""
+    (folder / RESULT).unlink()
+    lines = (folder / SUMS).read_text().splitlines(keepends=True)
+    (folder / SUMS).write_text("".join(line for line in lines if line.split()[1] not in (RESULT, METRICS, TIMING)))
 
 
 def final(run: Run) -> tuple[dict[str, torch.Tensor], bytes]:

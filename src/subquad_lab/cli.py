@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from subquad_lab import RunError, UsageError
+from subquad_lab.system.out_of_memory import is_out_of_memory
+from subquad_lab.system.text import one_line, say, warn
 from subquad_lab.training.interruption import Interrupted
 
 
@@ -126,7 +128,6 @@ def bench(
     """
     from subquad_lab.commands import bench
 
-    _check_folder("--out", out)
     bench.run(methods, lengths, heads, head_dim, causal, backward, out)
 
 
@@ -322,7 +323,6 @@ def verify(
     """
     from subquad_lab.commands import verify
 
-    _check_folder("--plots", plots)
     verify.run(claims, json_, plots, seed, explain)
 
 
@@ -357,16 +357,24 @@ def cache(clear: bool = False) -> None:
     cache.run(clear)
 
 
-def _check_folder(option: str, folder: str | None) -> None:
-    """Raise for an empty name, as from an unset shell variable, which would mean the current folder."""
-    if folder == "":
-        raise UsageError(f"{option}: expected a folder, got ''")
-
-
 COMMANDS = (
     demo, plan, bench, verify, train, evaluate, compare, sweep, runs, sample, predict, transcribe, synthesize, report,
     env, cache,
 )  # fmt: skip
+# What to make smaller if a command runs out of memory.
+REMEDIES = {
+    "plan": "use a smaller --length, --heads or --tokens, or a shorter sample",
+    "bench": "use smaller --lengths, --heads or --head-dim",
+    "train": "use a smaller --batch or a smaller model",
+    "compare": "use a smaller --batch or a smaller model",
+    "sweep": "use a smaller --batch or a smaller model",
+    "sample": "use fewer --words",
+    "predict": "use fewer or smaller images",
+    "transcribe": "use fewer --beams or shorter recordings",
+    "synthesize": "use fewer --clips",
+    "report": "name fewer runs",
+    "verify": "name fewer claims",
+}
 OUTPUT_FOLDERS = {"train": "runs", "compare": "compare", "sweep": "sweep"}  # of the commands that take an experiment
 
 
@@ -389,7 +397,7 @@ def _check_command(given: Sequence[str]) -> None:
 
 def complain(message: object) -> None:
     """Print an error as a single line; the parser's own messages can span several."""
-    print("subquad: error:", " ".join(str(message).split()), file=sys.stderr)
+    say(f"subquad: error: {one_line(message)}", to_error=True)
 
 
 def _how_to_install(error: ModuleNotFoundError) -> str:
@@ -414,7 +422,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         complain(_how_to_install(error))
         return 1
     given = list(sys.argv[1:] if arguments is None else arguments)
-    warnings.showwarning = lambda message, *_: print(f"subquad: warning: {message}", file=sys.stderr)
+    warnings.showwarning = lambda message, *_: warn(message)
     try:
         try:
             _check_command(given)
@@ -433,7 +441,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Interrupted as error:
         is_run = given[:1] == ["train"]
         how = f"with: subquad train --resume {error.folder}" if is_run else "by running the same command again"
-        print(f"subquad: {error}. Progress saved. Resume {how}", file=sys.stderr)
+        say(f"subquad: {error}. Progress saved. Resume {how}", to_error=True)
         return error.exit_code
     except ModuleNotFoundError as error:
         complain(_how_to_install(error))
@@ -443,9 +451,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
-        print("subquad: interrupted", file=sys.stderr)
+        say("subquad: interrupted", to_error=True)
         return 130
-    except OSError as error:  # such as standard output redirected to a full disk
-        complain(f"{error.filename or 'output'}: {error.strerror}")
+    except (MemoryError, RuntimeError, OSError) as error:
+        if is_out_of_memory(error):
+            remedy = REMEDIES.get(given[0], "free memory and try again")
+            complain(f"out of memory in `subquad {given[0]}`; {remedy}. Completed files and checkpoints are kept")
+        elif isinstance(error, OSError):  # such as standard output redirected to a full disk
+            complain(f"{error.filename or 'output'}: {error.strerror}")
+        else:
+            raise
         return 1
     return 0

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from small_runs import SPEECH_OPTIONS, write_digits, write_text
+from small_runs import SPEECH_OPTIONS, reseal, write_digits, write_text
 from subquad_lab.cli import main
 
 
@@ -58,6 +58,7 @@ def moved(root: Path, tmp_path: Path, name: str) -> Path:
     shutil.copytree(root / "runs" / name, folder)
     config = folder / "config.yaml"
     config.write_text(config.read_text().replace(str(root), str(tmp_path)))
+    reseal(folder)
     return folder
 
 

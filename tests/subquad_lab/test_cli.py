@@ -56,8 +56,8 @@ finally:
         (["bench", "--heads", "0"], "--heads: expected positive integers, got '0'"),
         (["bench", "--lengths", "16,x"], "--lengths: expected positive integers, got 'x'"),
         (["bench", "--methods", "softmax"], "--methods: expected one of 'exact', 'taylor'"),
-        (["bench", "--out", ""], "--out: expected a folder, got ''"),
-        (["verify", "14", "--plots", ""], "--plots: expected a folder, got ''"),
+        (["bench", "--out", ""], "--out: expected a value, got ''"),
+        (["verify", "14", "--plots", ""], "--plots: expected a value, got ''"),
         (["synthesize", "/dev/null", "out"], "METADATA: /dev/null is not a regular file; expected a file with lines"),
     ],
 )

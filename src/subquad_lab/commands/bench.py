@@ -12,7 +12,6 @@ import io
 import json
 import math
 import platform
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,6 +32,7 @@ from subquad_lab.options.limits import positive
 from subquad_lab.options.methods import parse_method
 from subquad_lab.system.files import write_whole
 from subquad_lab.system.memory import memory
+from subquad_lab.system.text import say
 from subquad_lab.system.timing import Request, call, in_turn, normal_inputs
 
 BASELINE = "torch"  # scaled_dot_product_attention
@@ -102,7 +102,7 @@ def run(
         f"float32, {heads} heads of width {head_dim}, threads: {torch.get_num_threads()}"
     )
     Table(COLUMNS, [row.cells() for row in rows], title, section=len(named) + 1).print()
-    print(NOTE.format(peak=peak / 1e9))
+    say(*NOTE.format(peak=peak / 1e9).splitlines())
     if folder is not None:
         with writing(folder):
             write_whole(folder / "bench.json", as_json(rows, peak, case))
@@ -144,7 +144,7 @@ def measured(named: dict[str, Any], sizes: list[int], case: Case) -> tuple[list[
             bar.advance(task, len(found))
             if not console.is_terminal:
                 for row in found:
-                    print(f"length {row.length:,}, {row.method}: {row.seconds * 1000:,.1f} ms", file=sys.stderr)
+                    say(f"length {row.length:,}, {row.method}: {row.seconds * 1000:,.1f} ms", to_error=True)
     return [replace(row, share=row.flops / row.seconds / peak) for row in rows], peak
 
 

@@ -6,6 +6,7 @@ from subquad.planning import cache_folder
 from subquad_lab import RunError, UsageError
 from subquad_lab.figures.tables import Table
 from subquad_lab.system.cache import cached_files, clear
+from subquad_lab.system.text import say
 
 COLUMNS = ("kind", "file", "size", "days")
 UNITS = ("B", "KiB", "MiB", "GiB")
@@ -22,18 +23,21 @@ def run(empty: bool) -> None:
             count, size = clear()
         except OSError as error:
             raise RunError(f"cannot empty {folder}: {error.strerror}") from error
-        print(f"{folder}: removed {files(count)}, {in_units(size)}")
+        say(f"{folder}: removed {files(count)}, {in_units(size)}")
         return
     now, total, rows = time.time(), 0, []
     for kind, paths in cached_files().items():
         for path in paths:
-            stat = path.stat()
+            try:
+                stat = path.stat()
+            except FileNotFoundError:  # Another process has just removed it.
+                continue
             total += stat.st_size
             days = f"{max(0.0, now - stat.st_mtime) / 86400:.0f}"
             rows.append((kind, str(path.relative_to(folder)), in_units(stat.st_size), days))
     if rows:
         Table(COLUMNS, rows).print()
-    print(f"{folder}: {files(len(rows))}, {in_units(total)}")
+    say(f"{folder}: {files(len(rows))}, {in_units(total)}")
 
 
 def files(count: int) -> str:

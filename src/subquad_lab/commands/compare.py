@@ -12,6 +12,7 @@ from subquad_lab.figures.intervals import Interval, difference
 from subquad_lab.figures.plots import compared
 from subquad_lab.figures.tables import Table
 from subquad_lab.system.files import write_whole
+from subquad_lab.system.text import say
 from subquad_lab.training.config import Training
 from subquad_lab.training.experiment import Experiment
 from subquad_lab.training.processes import refuse_several
@@ -26,7 +27,7 @@ def run(experiment: Experiment[Any], config: Training, out: Path) -> None:
     variants = experiment.variants(config)
     done: dict[str, Series] = {}
     for i, (variant, own) in enumerate(variants.items(), 1):
-        print(f"{i} of {len(variants)}: {variant}", flush=True)
+        say(f"{i} of {len(variants)}: {variant}", flush=True)
         done[variant] = train(experiment, own, out / variant.replace(":", "-").replace(" ", "-"))
     check_same_data([run for series in done.values() for run in series.runs])
     measure = experiment.measure
@@ -46,9 +47,8 @@ def run(experiment: Experiment[Any], config: Training, out: Path) -> None:
         raise RunError(f"cannot write into {out}: {error.strerror}") from error
     better = "higher" if experiment.higher_is_better else "lower"
     Table(COLUMNS, rows, f"{experiment.name}: {measure.replace('_', ' ')}, {better} is better").print()
-    for line in [*figures(done, measure), *verdicts(done, measure, found)]:
-        print(line)
-    print(f"{out / 'compare.svg'}, {out / 'compare.json'}")
+    say(*figures(done, measure), *verdicts(done, measure, found))
+    say(f"{out / 'compare.svg'}, {out / 'compare.json'}")
 
 
 def cells(variant: str, series: Series, experiment: Experiment[Any]) -> tuple[str, ...]:

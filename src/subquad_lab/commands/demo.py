@@ -27,6 +27,8 @@ from subquad_lab.figures.tables import Table
 from subquad_lab.options.fields import config_from, presets, read
 from subquad_lab.report.claims import claims
 from subquad_lab.system.files import locked, write_whole
+from subquad_lab.system.out_of_memory import memory_for
+from subquad_lab.system.text import one_line, say
 from subquad_lab.theory import all_claims
 from subquad_lab.training.config import Training
 from subquad_lab.training.experiment import Experiment
@@ -70,10 +72,10 @@ def run(out: str) -> None:
             show = (lambda: live.update(table(stages).with_lines())) if console.is_terminal else None
             follow(stage, folder, interruption, show)
             if not console.is_terminal:
-                print(f"{i} of {len(stages)}, {stage.name}: {stage.line}  ({stage.seconds:.0f} s)", flush=True)
+                say(f"{i} of {len(stages)}, {stage.name}: {stage.line}  ({stage.seconds:.0f} s)", flush=True)
     if console.is_terminal:
         table(stages).print()
-    print(folder / PAGE)
+    say(folder / PAGE)
 
 
 def follow(stage: Stage, folder: Path, interruption: Interruption, show: Callable[[], None] | None) -> None:
@@ -85,7 +87,8 @@ def follow(stage: Stage, folder: Path, interruption: Interruption, show: Callabl
     log, begin = folder / "logs" / f"{stage.name}.log", time.monotonic()
     stage.state = "running"
     command = [*PROCESS, stage.name, str(folder), str(os.getpid())]
-    with log.open("wb") as sink, subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT,
+    log.unlink(missing_ok=True)  # A symbolic link is removed, not followed.
+    with log.open("xb") as sink, subprocess.Popen(command, stdout=sink, stderr=subprocess.STDOUT,
                                                   start_new_session=True) as process:  # fmt: skip
         try:
             while process.poll() is None:
@@ -177,7 +180,7 @@ def learn(experiment: Experiment[Any], out: Path) -> None:
 
 def learned(experiment: Experiment[Any], out: Path) -> str | None:
     try:
-        return in_words(finished(out / RUNS / experiment.name, quick(experiment)))
+        return in_words(finished(experiment, quick(experiment), out / RUNS / experiment.name))
     except UsageError:  # The run is missing or unfinished.
         return None
 
@@ -227,9 +230,10 @@ def main() -> int:
     stop_with_parent(int(parent))
     stage = next(stage for stage in all_stages() if stage.name == name)
     try:
-        stage.make(Path(folder))
+        with memory_for(f"running the stage {name}", "free memory and run the demo again"):
+            stage.make(Path(folder))
     except (UsageError, RunError, OSError) as error:
-        print(f"subquad: error: {error}", file=sys.stderr)
+        say(f"subquad: error: {one_line(error)}", to_error=True)
         return 1
     except (Interrupted, KeyboardInterrupt):
         return 130

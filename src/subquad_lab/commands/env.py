@@ -16,6 +16,7 @@ import torch
 import subquad
 from subquad.native import Status, status
 from subquad.planning.calibration_file import cached, file_of, machine
+from subquad_lab.system.text import say
 
 # Packages that can change a result or an error message; torch and subquad are always listed.
 PACKAGES = (
@@ -32,7 +33,7 @@ UNITS = (("day", 86400), ("hour", 3600), ("minute", 60))
 def run(as_json: bool) -> None:
     """Print the environment as aligned text, or as JSON."""
     found = environment()
-    print(json.dumps(found, indent=1) if as_json else as_text(found))
+    say(*(json.dumps(found, indent=1) if as_json else as_text(found)).split("\n"))
 
 
 def environment() -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """`subquad plan`: the fastest method within an error budget, the other candidates, and the reason."""
 
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ from subquad import Candidate
 from subquad.methods import Method, resolve
 from subquad_lab import UsageError
 from subquad_lab.figures.tables import Table
+from subquad_lab.system.text import say
 
 PURPOSES = ("swap", "train")
 DTYPES = ("float32", "float64", "bfloat16", "float16")
@@ -48,9 +48,10 @@ def run(question: Question, show_all: bool) -> None:
     chosen = shown.candidates.index(shown.choice)
     rows = [[with_options(cell) for cell in row] for row in shown.rows()]
     Table(shown.columns, rows, styles={chosen: "bold"}).print()
-    print("", *map(with_options, filter(None, [shown.legend, shown.reason])), sep="\n")
+    for text in ("", *map(with_options, filter(None, [shown.legend, shown.reason]))):
+        say(*text.split("\n"))
     if left_out:
-        print(
+        say(
             f"Not shown: {left_out} candidates that are slower, less accurate, or in a form that would not run; use "
             "--all to show them."
         )
@@ -98,7 +99,7 @@ def calibration_shown() -> Iterator[Callable[[int, int], None]]:
             if done == 0 and console.is_terminal:
                 stack.enter_context(bar)
             elif done == 0:
-                print("calibrating this machine (once), at most 30 s ...", file=sys.stderr, flush=True)
+                say("calibrating this machine (once), at most 30 s ...", to_error=True, flush=True)
             bar.update(task, completed=done, total=total)
 
         yield show

@@ -32,6 +32,7 @@ from subquad_lab import UsageError
 from subquad_lab.commands.plan import calibration_shown, in_options
 from subquad_lab.figures.tables import Table
 from subquad_lab.models.pretrained import Layer, load, read, tokenized, watch
+from subquad_lab.system.text import say
 
 LENGTHS = (4096, 16_384, 65_536)  # at which speeds are predicted
 SAMPLED_ROWS = 256  # per head, for the range of its logits
@@ -91,7 +92,7 @@ def run(model: str | None, text: str | None, tokens: int | None, max_error: floa
     layers = plans(loaded, sequence, max_error)
     report(layers, sequence.shape[1], max_error, show_all)
     if machine.note:
-        print(machine.note.strip())
+        say(*machine.note.strip().splitlines())
 
 
 def plans(model: Any, tokens: Tensor, max_error: float) -> list[LayerPlan]:
@@ -212,6 +213,6 @@ def report(layers: Sequence[LayerPlan], length: int, max_error: float, show_all:
     note = NOTE.format(margin=SAMPLE_MARGIN, max_error=max_error, names=", ".join(NAMES))
     lines = list(rows(layers, show_all))
     Table(COLUMNS, lines, title, {i: "bold" for i, line in enumerate(lines) if line[4] == "yes"}).print()
-    print(note, conclusion(layers, max_error), sep="\n")
+    say(*note.splitlines(), *conclusion(layers, max_error).splitlines())
     if max_error <= DEFAULT_MAX_ERROR and any(layer.whole is not None and not layer.whole.is_kept for layer in layers):
-        print(STRICT.format(max_error=max_error))
+        say(*STRICT.format(max_error=max_error).splitlines())

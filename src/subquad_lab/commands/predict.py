@@ -1,6 +1,5 @@
 """`subquad predict`: classify image files with a trained model."""
 
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -8,9 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subquad_lab import RunError, UsageError
+from subquad_lab import UsageError
 from subquad_lab.experiments.images import Images
 from subquad_lab.experiments.stored import chosen, trained
+from subquad_lab.options.files import refuse_files
+from subquad_lab.system.text import say
 
 # Formats that Pillow decodes itself; for others it may start programs such as Ghostscript.
 FORMATS = ("PNG", "JPEG", "BMP", "GIF", "PPM", "TIFF", "WEBP")
@@ -20,7 +21,7 @@ CLEAR_POLARITY = 0.95  # mean of the training pictures, from -1 to 1, from which
 def run(folder: str, files: list[str]) -> None:
     """Print a line for each image: its file, the most likely class, and the probability of that class.
 
-    Files that cannot be read are reported on standard error; the others are classified.
+    Files that cannot be read are reported at the end.
     """
     made, task = trained(chosen(Path(folder)))
     if not isinstance(task, Images):
@@ -32,14 +33,9 @@ def run(folder: str, files: list[str]) -> None:
             names.append(file)
         except UsageError as error:
             refused.append(error)
-    if len(files) == 1 and refused:
-        raise refused[0]
     if pictures:
         _predict(task, names, torch.stack(pictures))
-    for reason in refused:
-        print("subquad: error:", " ".join(str(reason).split()), file=sys.stderr)
-    if refused:
-        raise RunError(f"{len(refused)} of {len(files)} images cannot be read")
+    refuse_files("IMAGES", refused, len(files))
 
 
 def _predict(task: Images, names: list[str], pictures: Tensor) -> None:
@@ -48,7 +44,7 @@ def _predict(task: Images, names: list[str], pictures: Tensor) -> None:
     usual = 1 if mean >= CLEAR_POLARITY else -1 if mean <= -CLEAR_POLARITY else 0
     for name, row, found in zip(names, probabilities, polarity(pictures).tolist(), strict=True):
         best = int(row.argmax())
-        print(f"{name}: {task.pictures.classes[best]}, probability {float(row[best]):.3f}")
+        say(f"{name}: {task.pictures.classes[best]}, probability {float(row[best]):.3f}")
         if usual * found < 0:
             light, dark = ("light on dark", "dark on light")[::usual]
             warnings.warn(f"{name} is {dark}, but the model was trained on images that are {light}; invert it",
@@ -76,6 +72,8 @@ def read_picture(path: Path, channels: int, height: int, width: int) -> Tensor:
                 raise ValueError(f"expected at most {limit:,} pixels, got {picture.width} x {picture.height}")
             made = of_8_bits(picture).convert("RGB" if channels == 3 else "L")
             made = made.resize((width, height), Image.Resampling.BILINEAR)
+    except MemoryError:
+        raise
     except Exception as error:  # An image decoder can raise anything.
         raise UsageError(f"IMAGES: {path} cannot be read as an image: {error or type(error).__name__}") from error
     return torch.frombuffer(bytearray(made.tobytes()), dtype=torch.uint8).view(height, width, channels).permute(2, 0, 1)

@@ -6,6 +6,7 @@ from subquad_lab import UsageError
 from subquad_lab.report.claims import claims
 from subquad_lab.report.page import page
 from subquad_lab.system.files import write_whole
+from subquad_lab.system.text import say
 from subquad_lab.training.run import Run, all_runs
 
 
@@ -18,4 +19,4 @@ def run(folders: list[Path], root: Path, out: Path, theory: Path | None = None) 
         write_whole(out, page(runs, [] if theory is None else claims(theory)).encode())
     except OSError as error:
         raise UsageError(f"--out: cannot write {out}: {error.strerror}") from error
-    print(out)
+    say(out)

@@ -1,11 +1,12 @@
 """`subquad runs`: a table of all runs."""
 
-import warnings
+import os
 from pathlib import Path
 
 from subquad_lab import UsageError
 from subquad_lab.experiments.stored import experiment_of
 from subquad_lab.figures.tables import Table, figures
+from subquad_lab.system.text import say
 from subquad_lab.training.run import Run, all_runs
 
 DEFAULT_ROOT = Path("runs")  # does not exist before the first run
@@ -20,17 +21,16 @@ def run(root: Path) -> None:
     if rows:
         Table(COLUMNS, rows).print()
     else:
-        print(f"no runs in {root}; start one with `subquad train EXPERIMENT`")
+        say(f"no runs in {root}; start one with `subquad train EXPERIMENT`")
 
 
 def row(run: Run, root: Path) -> tuple[str, ...]:
-    """Return the cells of a run; warn if it is damaged."""
+    """Return the cells of a run; those of a damaged one say why."""
     place = str(run.folder.relative_to(root))
     try:
         return (place, *cells(run))
     except UsageError as error:
-        warnings.warn(f"{run.folder} is damaged: {error}", stacklevel=2)
-        return (place, *[""] * 5, "damaged", "")
+        return (place, *[""] * 5, "damaged", str(error).removeprefix(f"{run.folder}{os.sep}"))
 
 
 def cells(run: Run) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ from pathlib import Path
 from subquad_lab import UsageError
 from subquad_lab.experiments.language import Language
 from subquad_lab.experiments.stored import chosen, trained
+from subquad_lab.system.text import say
 
 
 def run(folder: str, prompt: str, count: int, words: int, temperature: float, top_k: int | None, top_p: float | None,
@@ -24,4 +25,4 @@ def run(folder: str, prompt: str, count: int, words: int, temperature: float, to
     if not isinstance(task, Language):
         raise UsageError(f"RUN: expected a run of a language model, got {made.folder}")
     for i in range(count):
-        print(task.sample(prompt, words, temperature, top_k, top_p, seed + i), flush=True)
+        say(task.sample(prompt, words, temperature, top_k, top_p, seed + i), flush=True)

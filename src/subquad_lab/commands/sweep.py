@@ -6,7 +6,6 @@ process; the next process resumes its run.
 """
 
 import json
-import sys
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from itertools import product
@@ -16,7 +15,9 @@ from typing import TYPE_CHECKING, Any, Literal, cast, get_args, get_type_hints
 from subquad_lab import Diverged, UsageError
 from subquad_lab.figures.plots import compared
 from subquad_lab.options.fields import typed, with_values
-from subquad_lab.system.files import locked, write_whole
+from subquad_lab.system.files import locked, remove_leftovers, write_whole
+from subquad_lab.system.journal import Journal
+from subquad_lab.system.text import say
 from subquad_lab.training.config import Training
 from subquad_lab.training.experiment import Experiment
 from subquad_lab.training.lifecycle import settled
@@ -26,6 +27,7 @@ from subquad_lab.training.seeds import finished, train
 
 if TYPE_CHECKING:
     from optuna import Study
+    from optuna.storages.journal import BaseJournalBackend
     from optuna.trial import Trial, TrialState
 
 JOURNAL = "journal.log"
@@ -56,6 +58,7 @@ def run(experiment: Experiment[Any], config: Training, out: Path, trials: int, g
     planned = check(search, trials)
     study = make_study(out, experiment.higher_is_better)
     with locked(out, wait=True):  # Otherwise two processes that start together would both enqueue the grid.
+        remove_leftovers(out)
         keep_to(study, out, {"experiment": experiment.name, "config": asdict(config), "grid": grid, "span": span})
         for values in planned:
             study.enqueue_trial(values, skip_if_exists=True)
@@ -105,14 +108,13 @@ def keep_to(study: "Study", out: Path, plan: dict[str, Any]) -> None:
 def make_study(out: Path, higher_is_better: bool) -> "Study":
     import optuna
     from optuna.storages import JournalStorage
-    from optuna.storages.journal import JournalFileBackend
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UsageError(f"--out: cannot create {out}: {error.strerror}") from error
-    storage = JournalStorage(JournalFileBackend(str(out / JOURNAL)))
+    storage = JournalStorage(cast("BaseJournalBackend", Journal(out / JOURNAL)))
     direction: Literal["maximize", "minimize"] = "maximize" if higher_is_better else "minimize"
     return optuna.create_study(study_name="sweep", storage=storage, direction=direction, load_if_exists=True)
 
@@ -175,10 +177,10 @@ def finish(study: "Study", search: Search, number: int, values: dict[str, Any]) 
 
     folder = folder_of(number)
     try:
-        print(f"{folder}: {', '.join(f'{field} {value}' for field, value in values.items())}", file=sys.stderr)
+        say(f"{folder}: {', '.join(f'{field} {value}' for field, value in values.items())}", to_error=True)
         made = train(search.experiment, search.config_with(values, "sweep"), search.out / folder)
     except (Diverged, UsageError) as error:  # Caused by these values. Other errors, such as a full disk, end the sweep.
-        print(f"{folder}: {error}")
+        say(f"{folder}: {error}")
         study.tell(number, state=TrialState.FAIL)
         return
     study.tell(number, made.mean("valid", search.experiment.measure))
@@ -199,14 +201,14 @@ def show(study: "Study", search: Search) -> None:
     for trial in sorted(done, key=lambda trial: cast(float, trial.value), reverse=experiment.higher_is_better):
         folder = folder_of(trial.number)
         values = ", ".join(f"{field} {value}" for field, value in trial.params.items())
-        made = finished(out / folder, search.config_with(trial.params, folder))
+        made = finished(experiment, search.config_with(trial.params, folder), out / folder)
         valid, test = (made.shown(part, measure) for part in ("valid", "test"))
-        print(f"{folder}  validation {measure} {valid}  test {test}  {values}")
+        say(f"{folder}  validation {measure} {valid}  test {test}  {values}")
         lines[f"{values} ({folder})"] = made.runs
     if lines:
         with locked(out, wait=True):
             write_whole(out / "sweep.svg", compared(lines, experiment))
-        print(out / "sweep.svg")
+        say(out / "sweep.svg")
     failed, running = count(study, TrialState.FAIL), count(study, TrialState.RUNNING)
     if failed or running:
-        print(f"{failed} trials failed, {running} are running in other processes")
+        say(f"{failed} trials failed, {running} are running in other processes")

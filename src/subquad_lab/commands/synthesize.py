@@ -7,8 +7,6 @@ resume.
 import io
 import json
 import random
-import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,8 @@ from subquad_lab import UsageError
 from subquad_lab.data import espeak
 from subquad_lab.data.espeak import Speaker
 from subquad_lab.data.speech import SYNTHETIC, Transcript, transcripts
-from subquad_lab.system.files import locked, write_whole
+from subquad_lab.system.files import locked, remove_leftovers, write_whole
+from subquad_lab.system.text import printable, say, warn
 from subquad_lab.training.interruption import Interrupted, Interruption
 
 SPEEDS, PITCHES = (150, 190), (40, 60)
@@ -51,17 +50,18 @@ def run(metadata: str, out: str, voices: str, clips: int | None) -> None:
             raise UsageError(f"OUT: cannot create {folder}: {error.strerror}") from error
         with locked(folder):
             check_same(folder, wanted, spoken)
-            remove_unfinished(folder)
+            for place in (folder, folder / "wavs"):
+                remove_leftovers(place)
             describe(folder, wanted, spoken)
             for fault in faults:
-                print(f"subquad: warning: {fault}", file=sys.stderr)
+                warn(fault)
             try:
                 speak(speaker, folder, wanted, spoken)
             finally:
                 made = [line for line in wanted if clip_of(folder, line).exists()]
                 describe(folder, made, spoken)
     left = len(lines) - len(made)
-    print(f"{folder}: {len(made):,} clips{f', {left:,} skipped' if left else ''}; train with: "
+    say(f"{folder}: {len(made):,} clips{f', {left:,} skipped' if left else ''}; train with: "
           f"subquad train speech --data {folder}")  # fmt: skip
 
 
@@ -100,13 +100,6 @@ def check_same(folder: Path, wanted: list[Transcript], voices: list[str]) -> Non
                          f"as {missing[0]}); use at least as many --clips or a new folder")  # fmt: skip
 
 
-def remove_unfinished(folder: Path) -> None:
-    """Remove partial files of a killed process; the folder is locked, so no other process is writing."""
-    for path in [*folder.iterdir(), *(folder / "wavs").iterdir()]:
-        if re.fullmatch(r"\..+\.(wav|csv|json)\.\d+", path.name):
-            path.unlink()
-
-
 def settings(voices: list[str]) -> dict[str, Any]:
     return {"by": "espeak-ng", "voices": voices, "speeds": SPEEDS, "pitches": PITCHES}
 
@@ -140,10 +133,10 @@ def speak(speaker: Speaker, folder: Path, wanted: list[Transcript], voices: list
                         raise ValueError(f"nothing to pronounce in {line.text[:40]!r}")
                     write_whole(path, wav(samples, speaker.rate))
                 except ValueError as error:
-                    console.print(f"subquad: warning: {line.name}: {error}", markup=False, soft_wrap=True)
+                    console.print(printable(f"subquad: warning: {line.name}: {error}"), markup=False, soft_wrap=True)
             bar.update(shown, completed=i)
             if bar.disable and (i % CLIPS_PER_LOG_LINE == 0 or i == len(wanted)):
-                print(f"{i:,} of {len(wanted):,} clips", file=sys.stderr, flush=True)
+                say(f"{i:,} of {len(wanted):,} clips", to_error=True, flush=True)
 
 
 def manner(name: str, voices: list[str]) -> dict[str, Any]:

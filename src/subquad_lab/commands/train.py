@@ -5,6 +5,7 @@ from typing import Any
 
 from subquad_lab import UsageError
 from subquad_lab.experiments.stored import opened
+from subquad_lab.system.text import say
 from subquad_lab.training.config import Training
 from subquad_lab.training.experiment import Experiment
 from subquad_lab.training.processes import processes
@@ -27,14 +28,14 @@ def print_result(series: Series) -> None:
     if not processes().is_main_process:
         return
     over = f", mean of {len(series.runs)} seeds and 95 % confidence interval" if len(series.runs) > 1 else ""
-    print(f"test{over}: " + ", ".join(
+    say(f"test{over}: " + ", ".join(
         f"{figure.replace('_', '-')} {series.shown('test', figure)}" for figure in series.results[0]["test"]
     ))  # fmt: skip
     steps, seconds = (sum(result[what] for result in series.results) for what in ("steps", "seconds"))
-    print(f"{series.folder}: {steps:,} steps, {seconds:,.0f} s; curves in {series.folder / CURVES}")
+    say(f"{series.folder}: {steps:,} steps, {seconds:,.0f} s; curves in {series.folder / CURVES}")
     if skipped := series.results[0].get("skipped"):
-        print(f"skipped {skipped:,} clips of the data, listed in {series.runs[0].folder / 'skipped.json'}")
+        say(f"skipped {skipped:,} clips of the data, listed in {series.runs[0].folder / 'skipped.json'}")
     drawn = [path for run in series.runs for path in sorted(run.folder.glob("*.svg")) if path.name != CURVES]
     if drawn:
         drawn = drawn[: len(drawn) // len(series.runs)]  # those of the first seed
-        print(f"plots: {', '.join(map(str, drawn))}")
+        say(f"plots: {', '.join(map(str, drawn))}")

@@ -1,6 +1,5 @@
 """`subquad transcribe`: transcribe audio files with a trained speech model, utterance by utterance."""
 
-import sys
 from pathlib import Path
 
 import soundfile
@@ -12,6 +11,8 @@ from subquad_lab.data.utterances import Usual, heard
 from subquad_lab.experiments.speech import Config, make_model, side_by_side, spelled
 from subquad_lab.experiments.stored import chosen, experiment_of
 from subquad_lab.models.speech import Speech
+from subquad_lab.options.files import refuse_files
+from subquad_lab.system.text import say, warn
 from subquad_lab.training.lifecycle import load_weights, reopen
 from subquad_lab.training.run import ABOUT, Run
 
@@ -30,15 +31,13 @@ def run(folder: str, files: list[str], beams: int) -> None:
     longest, usual = learned(made)
     model = make_model(config)
     load_weights(model, made, config)
-    failed = []
+    refused = []
     for file in files:
         try:
             transcribe(config, model, Path(file), usual, longest, beams)
         except ValueError as error:
-            failed.append(file)
-            print(f"subquad: warning: {error}", file=sys.stderr)
-    if failed:
-        raise UsageError(f"FILES: {len(failed)} of {len(files)} could not be transcribed: {', '.join(failed)}")
+            refused.append(error)
+    refuse_files("FILES", refused, len(files))
 
 
 def learned(made: Run) -> tuple[int, Usual]:
@@ -69,7 +68,7 @@ def transcribe(config: Config, model: Speech, path: Path, usual: Usual, longest:
         texts = spelled(config, model, *side_by_side(config, [clip for _, _, clip in batch]), beams)
         for (begin, end, _), text in zip(batch, texts, strict=True):
             where = f"{path} {begin / rate:.1f}-{end / rate:.1f} s" if len(utterances) > 1 else f"{path}"
-            print(f"{where}: {text_of(text)}", flush=True)
+            say(f"{where}: {text_of(text)}", flush=True)
             if len(text) == config.characters:
-                print(f"subquad: warning: {where}: cut after {config.characters} characters, the limit of this run "
-                      "(--characters); it may not contain speech", file=sys.stderr)  # fmt: skip
+                warn(f"{where}: cut after {config.characters} characters, the limit of this run (--characters); it may "
+                     "not contain speech")  # fmt: skip

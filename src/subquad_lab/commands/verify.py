@@ -12,6 +12,7 @@ from rich.live import Live
 from subquad_lab import RunError, UsageError
 from subquad_lab.figures.tables import Table
 from subquad_lab.system.files import write_whole
+from subquad_lab.system.text import say
 from subquad_lab.theory import SUBJECTS, all_claims
 from subquad_lab.theory.claims import Check, Claim, Finding, Setting, shown
 
@@ -40,15 +41,15 @@ def run(which: list[str], as_json: bool, plots: str | None, seed: int, explain: 
             if folder is not None and finding.picture is not None:
                 keep(folder / f"claim-{claim.number:02}.svg", finding.picture())
     if as_json:
-        print(json.dumps([record(claim, *findings[claim.number]) for claim in claims], indent=1))
+        say(*json.dumps([record(claim, *findings[claim.number]) for claim in claims], indent=1).splitlines())
     elif explain:
         for claim in claims:
-            print("\n".join(explained(claim, findings[claim.number][0])))
+            say(*explained(claim, findings[claim.number][0]))
     elif console.is_terminal:
         table(claims, findings).print()
     else:
         for claim in claims:
-            print(line(claim, *findings[claim.number]))
+            say(*line(claim, *findings[claim.number]).splitlines())
     failed = [claim.number for claim in claims if not findings[claim.number][0].holds]
     if failed:
         raise RunError(f"{len(failed)} of {len(claims)} claims fail: {', '.join(map(str, failed))}")

@@ -26,7 +26,7 @@ from subquad_lab import UsageError
 from subquad_lab.data.npz import read_npz
 from subquad_lab.data.pickles import PickledArray, PickledMatrix, named, unpickle
 from subquad_lab.system.cache import GRAPHS
-from subquad_lab.system.files import write_whole
+from subquad_lab.system.files import locked, write_whole
 from subquad_lab.system.memory import room
 
 FILES = ("x", "tx", "allx", "y", "ty", "ally", "graph", "test.index")
@@ -76,7 +76,8 @@ def load_graph(data: str | None = None) -> Graph:
     np.savez_compressed(buffer, allow_pickle=True, **arrays)
     with suppress(OSError):  # Without a cache, the graph is converted each time.
         converted.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(converted, buffer.getvalue())
+        with locked(converted.parent, wait=True):  # `subquad cache --clear` waits for it.
+            write_whole(converted, buffer.getvalue())
     return graph
 
 

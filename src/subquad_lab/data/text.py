@@ -10,7 +10,6 @@ Each sentence, or paragraph of plain text, ends with <eos>; words outside the vo
 
 import hashlib
 import re
-import sys
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 
 from subquad_lab import UsageError
+from subquad_lab.system.text import warn
 
 PARTS = ("train", "valid", "test")
 UNKNOWN, END = "<unk>", "<eos>"
@@ -149,9 +149,8 @@ def _is_treebank(folder: Path, contents: dict[str, str]) -> bool:
     for part, content in contents.items():
         found = hashlib.md5(content.encode(), usedforsecurity=False).hexdigest()
         if found != PTB_MD5[part]:
-            print(f"subquad: warning: {folder / NAMES['Penn Treebank'].format(part)}: expected MD5 {PTB_MD5[part]}, "
-                  "got "
-                  f"{found}; results may not be comparable to published ones", file=sys.stderr)  # fmt: skip
+            warn(f"{folder / NAMES['Penn Treebank'].format(part)}: expected MD5 {PTB_MD5[part]}, got {found}; results "
+                 "may not be comparable to published ones")  # fmt: skip
             same = False
     return same
 

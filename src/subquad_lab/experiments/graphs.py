@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from subquad_lab import UsageError
 from subquad_lab.data.graphs import Graph, load_graph
 from subquad_lab.figures.classification import PREDICTIONS, Predictions, confusion_picture, figures
-from subquad_lab.figures.plots import axes_of, svg
+from subquad_lab.figures.plots import axes_of, plain, svg
 from subquad_lab.models import parameters, refuse_too_large
 from subquad_lab.models.graphs import Attention, Convolution, GraphNet, Mixer, Normalization, propagation
 from subquad_lab.options.methods import parse_method, refuse_many_features
@@ -230,7 +230,7 @@ def norms_picture(run: Run) -> bytes:
         if not is_finite(sizes):
             raise UsageError(f"{run.folder / NORMS}.json: expected numbers for {name!r}")
         axes, style = left if name.startswith("none") else right, "--" if "without" in name else "-"
-        axes.plot(range(len(sizes)), sizes, style, marker="o", markersize=3, label=name.replace("$", r"\$"))
+        axes.plot(range(len(sizes)), sizes, style, marker="o", markersize=3, label=plain(name))
     left.set_yscale("log")
     for axes in (left, right):
         axes.set(xlabel="propagations", ylabel="norm of the features, relative to the input")

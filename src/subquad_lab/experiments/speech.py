@@ -21,7 +21,7 @@ from subquad_lab.data.clips import Clips, Part
 from subquad_lab.data.sound import MELS
 from subquad_lab.data.speech import ALPHABET, END, PAD, START, UNKNOWN, characters, load_speech, text_of
 from subquad_lab.data.utterances import usual
-from subquad_lab.figures.plots import axes_of, by_epoch, epochs_across, loss_label, svg
+from subquad_lab.figures.plots import axes_of, by_epoch, epochs_across, loss_label, plain, svg
 from subquad_lab.figures.similarity import cosine, damerau, error_rate, jaccard
 from subquad_lab.models import parameters
 from subquad_lab.models.speech import AttentionDecoder, Encoder, LSTMDecoder, Speech, spell
@@ -274,7 +274,7 @@ def label(config: Config) -> str:
 def pictures(run: Run, config: Config) -> dict[str, bytes]:
     """Plot similarities and losses by epoch, and attention maps."""
     found = {"similarities": similarities_picture(run), "losses": losses_picture(run)}
-    if (run.folder / f"{LOOKS}.json").is_file():
+    if run.has(f"{LOOKS}.json"):
         found[LOOKS] = looks_picture(run, config)
     return found
 
@@ -321,7 +321,7 @@ def looks_picture(run: Run, config: Config) -> bytes:
         axes.grid(False)
         shown = axes.imshow(weights, aspect="auto", cmap="Blues", norm=norm,
                             extent=(0, len(weights[0]) * FRAME_SECONDS, len(weights), 0))  # fmt: skip
-        axes.set_yticks([row + 0.5 for row in names], [name.replace("$", r"\$") for name in names.values()], fontsize=7)
+        axes.set_yticks([row + 0.5 for row in names], [plain(name) for name in names.values()], fontsize=7)
         axes.set(xlabel=seconds, ylabel="output")
     figure.colorbar(shown, ax=all_axes, label="attention weight")
     return svg(figure)

@@ -1,6 +1,5 @@
 """Existing runs: their experiments, configs, and tasks with trained weights."""
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,6 +7,7 @@ from typing import Any
 from subquad_lab import UsageError
 from subquad_lab.experiments import experiment_named
 from subquad_lab.options.fields import config_from, read
+from subquad_lab.system.text import say
 from subquad_lab.training import lifecycle
 from subquad_lab.training.experiment import Experiment
 from subquad_lab.training.run import ABOUT, CONFIG, Run
@@ -17,6 +17,7 @@ from subquad_lab.training.seeds import members
 def experiment_of(run: Run) -> tuple[Experiment[Any], Any]:
     """Return the experiment and the config of a run or a series."""
     path = run.folder / CONFIG
+    run.verify(CONFIG)
     values = read(path)
     experiment = experiment_named(str(values.pop("experiment", None)))
     return experiment, config_from(experiment, values, path)
@@ -24,7 +25,8 @@ def experiment_of(run: Run) -> tuple[Experiment[Any], Any]:
 
 def is_series(folder: Path) -> bool:
     """Return whether the folder holds a series of runs with several seeds."""
-    return (folder / CONFIG).is_file() and not (folder / ABOUT).is_file() and experiment_of(Run(folder))[1].seeds > 1
+    run = Run(folder)
+    return run.has(CONFIG) and not run.has(ABOUT) and experiment_of(run)[1].seeds > 1
 
 
 def opened(folder: Path) -> tuple[Experiment[Any], Any]:
@@ -56,5 +58,5 @@ def chosen(folder: Path) -> Path:
     choose: Callable[..., Path] = max if experiment.higher_is_better else min
     best = choose(found, key=found.__getitem__)
     measure = experiment.measure.replace("_", " ")
-    print(f"subquad: using {best}, the best of {len(found)} finished runs by validation {measure}", file=sys.stderr)
+    say(f"subquad: using {best}, the best of {len(found)} finished runs by validation {measure}", to_error=True)
     return best

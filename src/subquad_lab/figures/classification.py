@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from subquad_lab import Diverged, UsageError
-from subquad_lab.figures.plots import axes_of, svg
-from subquad_lab.system.files import read_json
+from subquad_lab.figures.plots import axes_of, plain, svg
+from subquad_lab.system.checksums import is_listed, read_listed_json
 
 PREDICTIONS = "predictions"
 
@@ -58,9 +58,9 @@ class Predictions:
     def of(cls, folder: Path) -> "Predictions | None":
         """Return the validated predictions of a run, or None if it is not finished."""
         path = folder / f"{PREDICTIONS}.json"
-        if not path.is_file():
+        if not is_listed(folder, path.name):
             return None
-        content = read_json(path)
+        content = read_listed_json(folder, path.name)
         classes, wanted, found = (content.get(name) for name in ("classes", "wanted", "found"))
         if not isinstance(classes, list) or not all(isinstance(name, str) for name in classes):
             raise UsageError(f"{path}: expected class names under 'classes'")
@@ -81,7 +81,7 @@ def confusion_picture(predictions: Predictions) -> bytes:
     """Plot the confusion matrix: rows are correct classes, columns predictions, shades fractions of a row."""
     table = predictions.confusion()
     shares = table / table.sum(1, keepdim=True).clamp(min=1)
-    names = [name.replace("$", r"\$") for name in predictions.classes]  # not math mode
+    names = [plain(name) for name in predictions.classes]
     figure, (axes,) = axes_of(1, square=True)
     axes.grid(False)
     axes.imshow(shares.tolist(), cmap="Blues", vmin=0, vmax=1)

@@ -5,6 +5,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Any, Protocol
 
+from subquad_lab.system.text import printable
+
 CURVE_POINTS = 200  # of a training curve; each is the mean over several steps
 Points = list[tuple[float, float]]
 
@@ -45,7 +47,7 @@ def compared(groups: Mapping[str, Sequence[Logged]], experiment: Measured) -> by
     figure, both = axes_of(2)
     measure = experiment.measure
     for name, runs in groups.items():
-        label = name.replace("$", r"\$")  # not math mode
+        label = plain(name)
         for axes, points in zip(both, by_epoch(runs, measure), strict=True):
             if points:
                 axes.plot(*zip(*points, strict=True), "o-", markersize=3, label=label)
@@ -58,6 +60,11 @@ def compared(groups: Mapping[str, Sequence[Logged]], experiment: Measured) -> by
     if groups:
         both[1].legend(fontsize="small")
     return svg(figure)
+
+
+def plain(text: str) -> str:
+    """Return text from outside for a plot: control characters are escaped, and a $ does not start math mode."""
+    return printable(text).replace("$", r"\$")
 
 
 def loss_label(experiment: Measured) -> str:

@@ -1,6 +1,6 @@
 """Tables: with borders on a terminal, as plain text in a pipe or a file.
 
-Columns of numbers are right-aligned, columns of text left-aligned.
+Columns of numbers are right-aligned, columns of text left-aligned. Control characters in cells are escaped.
 """
 
 import re
@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 import rich.table
 from rich.console import Console
 from rich.markup import escape
+
+from subquad_lab.system.text import printable, say
 
 
 @dataclass(frozen=True)
@@ -42,25 +44,25 @@ class Table:
         if console.is_terminal:
             console.print(self.with_lines())
         else:
-            print(self.text())
+            say(*self.text().split("\n"))
 
     def text(self) -> str:
         """Return the table as plain text, with columns two spaces apart."""
-        lines = [self.columns, *self.rows]
+        lines = [[printable(cell) for cell in row] for row in (self.columns, *self.rows)]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         sides = [str.rjust if number else str.ljust for number in self._numbers()]
         shown = ("  ".join(side(cell, width) for side, cell, width in zip(sides, line, widths, strict=True)).rstrip()
                  for line in lines)  # fmt: skip
-        return "\n".join([self.title, *shown] if self.title else shown)
+        return "\n".join([printable(self.title), *shown] if self.title else shown)
 
     def with_lines(self) -> rich.table.Table:
         """Return the table with borders, for a terminal."""
-        table = rich.table.Table(title=self.title or None)
+        table = rich.table.Table(title=escape(printable(self.title)) or None)
         for name, number in zip(self.columns, self._numbers(), strict=True):
             table.add_column(name, justify="right" if number else "left")
         for i, row in enumerate(self.rows):
             ends = self.section is not None and (i + 1) % self.section == 0
-            table.add_row(*map(escape, row), style=self.styles.get(i), end_section=ends)
+            table.add_row(*(escape(printable(cell)) for cell in row), style=self.styles.get(i), end_section=ends)
         return table
 
     def _numbers(self) -> list[bool]:

@@ -14,6 +14,7 @@ import yaml
 from jsonargparse import ArgumentError, ArgumentParser
 
 from subquad_lab import UsageError
+from subquad_lab.system.checksums import verify_if_listed
 
 PRESETS = Path(__file__).parent / "presets"
 KINDS = {"int": "an integer", "float": "a number", "bool": "true or false"}
@@ -74,6 +75,7 @@ def without_varied(experiment: Configured[Any], values: dict[str, Any], argument
 
 def fields_of_file(experiment: Configured[Any], path: Path) -> dict[str, Any]:
     """Return the validated fields of a YAML file. The config file of a run also names its experiment."""
+    verify_if_listed(path)
     values = read(path)
     of = values.pop("experiment", experiment.name)
     if of != experiment.name:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
 from importlib.metadata import version
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from docstring_parser import parse
@@ -20,6 +21,7 @@ from jsonargparse import ArgumentParser, DefaultHelpFormatter
 from subquad_lab import UsageError
 from subquad_lab.options.fields import Configured, given_fields, presets, split_off, without_varied
 
+MAY_BE_EMPTY = ("--prompt",)
 Command = Callable[..., None]
 Experiments = Mapping[str, Configured[Any]]
 
@@ -80,17 +82,36 @@ def call(
     experiments: Callable[[], Experiments],
 ) -> None:
     """Call the command named by the arguments; arguments as for `parser_of`."""
+    check_options(arguments)
     parser, arguments, known, searched = parser_of(commands, output_folders, arguments, experiments)
     chosen = parser.parse_args(arguments)
     function = {command.__name__: command for command in commands}[chosen.subcommand]
     given = chosen[chosen.subcommand].as_dict()
     if chosen.subcommand not in output_folders:
         own = inspect.signature(function).parameters
+        check_positionals(given)
         function(**{name if name in own else f"{name}_": value for name, value in given.items()})
         return
     experiment = known.get(given["experiment"])
     with naming_options(experiment):
         function(**with_config(given, experiment) | searched)
+
+
+def check_options(arguments: Sequence[str]) -> None:
+    """Raise for an empty value, as from an unset shell variable: as a path it would mean the current folder."""
+    for before, argument in pairwise(["", *arguments]):
+        option, equals, value = argument.partition("=")
+        if argument == "" and before.startswith("--") and "=" not in before:
+            option, equals = before, "="
+        if option.startswith("--") and equals and not value and option not in MAY_BE_EMPTY:
+            raise UsageError(f"{option}: expected a value, got ''")
+
+
+def check_positionals(given: Mapping[str, Any]) -> None:
+    """Raise for an empty argument; options are checked before."""
+    for name, value in given.items():
+        if (value == "" or (isinstance(value, list) and "" in value)) and f"--{name}" not in MAY_BE_EMPTY:
+            raise UsageError(f"{name.upper()}: expected a value, got ''")
 
 
 def parser_of(

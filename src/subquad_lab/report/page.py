@@ -16,6 +16,7 @@ from subquad_lab.experiments import EXPERIMENTS, experiment_named
 from subquad_lab.experiments.stored import experiment_of
 from subquad_lab.figures import intervals
 from subquad_lab.figures.plots import compared, curves
+from subquad_lab.system.text import printable
 from subquad_lab.training.experiment import Experiment
 from subquad_lab.training.run import CONFIG, Run
 
@@ -47,8 +48,9 @@ def page(runs: list[Run], theory: Sequence[dict[str, Any]] = ()) -> str:
         warnings.warn(f"{named[place].folder} is damaged and left out: {reason}", stacklevel=2)
     sections = [section(EXPERIMENTS[name], own, entries) for name, own in groups.items() if own]
     environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined
-    )
+        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined,
+        finalize=lambda value: printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value,
+    )  # fmt: skip
     return environment.get_template(PAGE).render(
         sections=sections, damaged=damaged, theory=theory, version=subquad.__version__
     )

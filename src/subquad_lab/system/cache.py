@@ -37,12 +37,13 @@ def clear() -> tuple[int, int]:
     """Remove all of them, and return how many there were and their bytes; waits for a process that writes one."""
     count = size = 0
     with ExitStack() as locks:
-        for folder in (cache_folder(), cache_folder() / SPEECH):
+        for folder in (cache_folder(), cache_folder() / SPEECH, cache_folder() / GRAPHS):
             if folder.is_dir():
                 locks.enter_context(locked(folder, wait=True))
         for path in (path for paths in cached_files().values() for path in paths):
-            size, count = size + path.stat().st_size, count + 1
-            path.unlink()
+            with suppress(FileNotFoundError):  # where the file system has no locks
+                size, count = size + path.stat().st_size, count + 1
+                path.unlink()
     return count, size
 
 

@@ -1,9 +1,19 @@
-"""Atomic files: complete or absent, even after a crash or on a full disk."""
+"""Atomic files: complete or absent, even after a crash or on a full disk.
+
+A file is written under a random hidden name next to its final one, synced to disk and renamed:
+
+    .report.html.4f1c9a0b7d2e8356  ->  report.html
+
+The temporary file is created exclusively, and symbolic links are not followed: a link that someone has put under the
+temporary or the final name is replaced or refused, and the file that it points to stays as it is.
+"""
 
 import json
 import os
+import re
+import secrets
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +24,9 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
+NO_LINK: int = getattr(os, "O_NOFOLLOW", 0)  # missing on Windows
+LEFTOVER = re.compile(r"\..+\.[0-9a-f]{16}")
+
 
 def write_whole(path: Path, content: bytes) -> None:
     """Write a file atomically: the old content stays until the new one is complete."""
@@ -23,23 +36,42 @@ def write_whole(path: Path, content: bytes) -> None:
 
 @contextmanager
 def made_whole(path: Path) -> Iterator[Path]:
-    """Yield a temporary path next to `path`; at the end, sync that file to disk and rename it to `path`."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    """Yield an empty temporary file next to `path`; at the end, sync it to disk and rename it to `path`."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | NO_LINK, 0o666))  # The umask applies.
     try:
         yield temporary
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
+        handle = os.open(temporary, os.O_RDONLY | NO_LINK)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
         temporary.replace(path)
         sync_folder(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
 
 
+def remove_leftovers(folder: Path) -> None:
+    """Remove the temporary files of killed processes from a folder in which no other process writes now."""
+    for path in folder.iterdir():
+        if LEFTOVER.fullmatch(path.name) and (path.is_symlink() or path.is_file()):
+            with suppress(OSError):  # They are harmless.
+                path.unlink()
+
+
 def write_synced(path: Path, content: bytes) -> None:
-    with path.open("wb") as file:
+    """Write a file that only this process knows, and sync it to disk."""
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | NO_LINK, 0o666), "wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
+
+
+def append(path: Path, content: bytes) -> None:
+    """Append to a file, which is created if missing; a symbolic link raises OSError."""
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | NO_LINK, 0o666), "ab") as file:
+        file.write(content)
 
 
 def sync_folder(folder: Path) -> None:
@@ -70,12 +102,12 @@ def locked(folder: Path, wait: bool = False) -> Iterator[None]:
         os.close(handle)
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Read an object from a JSON file; errors name the file."""
+def json_object(content: bytes, path: Path) -> dict[str, Any]:
+    """Parse the object in a JSON file; errors name the file."""
     try:
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
+        found = json.loads(content)
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"{path}: not a valid JSON file: {error}") from error
-    if not isinstance(content, dict):
-        raise UsageError(f"{path}: expected an object, got {type(content).__name__}")
-    return content
+    if not isinstance(found, dict):
+        raise UsageError(f"{path}: expected an object, got {type(found).__name__}")
+    return found

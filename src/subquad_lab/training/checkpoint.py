@@ -4,15 +4,14 @@
                          state.json             everything else
                          SHA256SUMS             checksums of both, in the format of `sha256sum -c`
 
-A checkpoint is written to a hidden folder, synced to disk and renamed, so that after a crash it exists either
-completely or not at all. Numbers only increase, so no checkpoint is ever replaced; old ones are removed once the new
-one exists.
+A checkpoint is written to a hidden folder with a random name, synced to disk and renamed, so that after a crash it
+exists either completely or not at all. Numbers only increase, so no checkpoint is ever replaced; old ones are removed
+once the new one exists.
 """
 
-import hashlib
 import json
+import secrets
 import shutil
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,10 +21,13 @@ import safetensors.torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from subquad_lab import RunError, UsageError
+from subquad_lab import RunError
+from subquad_lab.system.checksums import SUMS, Damaged, as_lines, digest
 from subquad_lab.system.files import sync_folder, write_synced
+from subquad_lab.system.text import warn
 
-TENSORS, STATE, SUMS = "tensors.safetensors", "state.json", "SHA256SUMS"
+TENSORS, STATE = "tensors.safetensors", "state.json"
+HIDDEN = (".new", ".old")  # how the names of folders begin that are being written or removed
 
 
 @dataclass(frozen=True)
@@ -37,10 +39,6 @@ class Checkpoint:
     path: Path | None = None
 
 
-class Damaged(UsageError):
-    """A checkpoint whose content has changed since it was written."""
-
-
 def save(folder: Path, number: int, checkpoint: Checkpoint, keep: Iterable[int] = ()) -> None:
     """Write a checkpoint into `folder` and remove old ones.
 
@@ -49,10 +47,10 @@ def save(folder: Path, number: int, checkpoint: Checkpoint, keep: Iterable[int] 
     Raises:
         RunError: If it cannot be written. Earlier checkpoints are unchanged.
     """
-    hidden = folder / ".new"  # Only one process writes here: a run is locked during training.
+    hidden = _hidden(folder, ".new")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(hidden, ignore_errors=True)
+        _remove_leftovers(folder)
         hidden.mkdir()
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in checkpoint.tensors.items()}
         contents = {
@@ -91,12 +89,38 @@ def load(path: Path) -> Checkpoint:
     # An attacker could write matching checksums, so the formats are checked too. Both formats hold data only.
     try:
         tensors = safetensors.torch.load(contents[TENSORS])
-        state = json.loads(contents[STATE])
-    except (SafetensorError, ValueError, RecursionError) as error:
+    except (SafetensorError, ValueError) as error:
+        raise Damaged(f"checkpoint {path}: {error}") from error
+    return Checkpoint(tensors, _parsed(path, contents[STATE]), path)
+
+
+def newest_state(folder: Path) -> dict[str, Any] | None:
+    """Return the state of the latest checkpoint whose state is intact, or None if there are none.
+
+    The tensors are not read. Another process may save and remove checkpoints meanwhile.
+    """
+    while found := numbers(folder):
+        for number in reversed(found):
+            path = folder / _name(number)
+            try:
+                content, sums = (path / STATE).read_bytes(), (path / SUMS).read_bytes()
+            except OSError:
+                continue
+            if f"{digest(content)}  {STATE}".encode() in sums.splitlines():
+                return _parsed(path, content)
+        if numbers(folder) == found:
+            raise Damaged(f"checkpoints in {folder}: expected an intact {STATE}, got {len(found)} damaged checkpoints")
+    return None
+
+
+def _parsed(path: Path, content: bytes) -> dict[str, Any]:
+    try:
+        state = json.loads(content)
+    except (ValueError, RecursionError) as error:
         raise Damaged(f"checkpoint {path}: {error}") from error
     if not isinstance(state, dict):
         raise Damaged(f"checkpoint {path}: expected an object in {STATE}, got {type(state).__name__}")
-    return Checkpoint(tensors, state, path)
+    return state
 
 
 def newest(folder: Path) -> Checkpoint | None:
@@ -110,7 +134,7 @@ def newest(folder: Path) -> Checkpoint | None:
         try:
             return load(folder / _name(number))
         except Damaged as error:
-            print(f"subquad: warning: {error}; falling back to the previous checkpoint", file=sys.stderr)
+            warn(f"{error}; falling back to the previous checkpoint")
     if found:
         raise Damaged(f"checkpoints in {folder}: expected at least one intact checkpoint, got {len(found)} damaged")
     return None
@@ -121,7 +145,7 @@ def best(folder: Path, number: int) -> Checkpoint:
     try:
         return load(folder / _name(number))
     except Damaged as error:
-        print(f"subquad: warning: {error}; using the latest instead of the best", file=sys.stderr)
+        warn(f"{error}; using the latest instead of the best")
         found = newest(folder)
         if found is None:
             raise
@@ -141,10 +165,23 @@ def next_number(folder: Path) -> int:
 
 def _remove(path: Path) -> None:
     """Remove a checkpoint. It is renamed first, so that a crash leaves nothing that looks like a checkpoint."""
-    hidden = path.with_name(".old")
-    shutil.rmtree(hidden, ignore_errors=True)
+    hidden = _hidden(path.parent, ".old")
     path.rename(hidden)
     shutil.rmtree(hidden, ignore_errors=True)
+
+
+def _remove_leftovers(folder: Path) -> None:
+    """Remove what killed processes left. Only one process writes here: a run is locked during training."""
+    for path in folder.iterdir():
+        if path.name.startswith(HIDDEN):
+            if path.is_symlink() or not path.is_dir():
+                path.unlink()
+            else:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _hidden(folder: Path, begin: str) -> Path:
+    return folder / f"{begin}.{secrets.token_hex(8)}"
 
 
 def _name(number: int) -> str:
@@ -152,5 +189,4 @@ def _name(number: int) -> str:
 
 
 def _sums(contents: dict[str, bytes]) -> bytes:
-    lines = (f"{hashlib.sha256(content).hexdigest()}  {name}\n" for name, content in contents.items())
-    return "".join(lines).encode()
+    return as_lines({name: digest(content) for name, content in contents.items()})

@@ -64,6 +64,9 @@ class Training:
                 raise UsageError(
                     f"{name}: expected {'a positive integer' if least else 'an integer >= 0'}, got {value}"
                 )
+        data = getattr(self, "data", None)  # of the experiments that can read files
+        if data is not None and (not data or "\0" in data):
+            raise UsageError(f"data: expected a file or folder, got {data!r}")
         for name in ("lr", "weight_decay"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise UsageError(f"{name}: expected a number >= 0, got {getattr(self, name)}")

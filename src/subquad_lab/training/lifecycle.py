@@ -1,6 +1,6 @@
 """The life of a run: create or reopen it, train it from its last checkpoint, and write its result."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -10,14 +10,15 @@ from torch import nn
 
 from subquad_lab import UsageError
 from subquad_lab.figures.plots import curves
-from subquad_lab.system.files import locked
+from subquad_lab.system.files import locked, remove_leftovers
+from subquad_lab.system.out_of_memory import memory_for
 from subquad_lab.training import checkpoint, snapshot
 from subquad_lab.training.config import Training
 from subquad_lab.training.experiment import Experiment, Task
 from subquad_lab.training.loop import Trainer
 from subquad_lab.training.processes import agreed, processes
 from subquad_lab.training.progress import Display
-from subquad_lab.training.run import ABOUT, CURVES, RESULT, Run, versions
+from subquad_lab.training.run import CURVES, RESULT, Run, as_json, versions
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ def begin(experiment: Experiment[Any], config: Training, root: Path, name: str |
     """Create a run in a new folder with the given name, or with the next number."""
     task = build(experiment, config)
     about = {"experiment": experiment.name, "versions": versions(), **task.about()}
-    run = create(experiment, config, root, name, lambda run: run.write_json(ABOUT, about))
+    run = create(experiment, config, root, name, about)
     return Job(experiment, config, run, task)
 
 
@@ -50,7 +51,8 @@ def build(experiment: Experiment[Any], config: Training) -> Task:
     """Seed all generators and return the task of a config."""
     check_batch(config)
     snapshot.seed_all(config.seed)
-    return experiment.build(config)
+    with memory_for("loading the data and building the model", "use a smaller model, or data that fit into memory"):
+        return experiment.build(config)
 
 
 def check_batch(config: Training) -> None:
@@ -62,13 +64,12 @@ def check_batch(config: Training) -> None:
 
 
 def create(
-    experiment: Experiment[Any], config: Training, root: Path, name: str | None, fill: Callable[[Run], None]
+    experiment: Experiment[Any], config: Training, root: Path, name: str | None, about: dict[str, Any] | None = None
 ) -> Run:
-    """Create a run folder with the config and what `fill` writes. The main process writes; all return the run."""
+    """Create the folder of a run, or of a series if `about` is None. The main process writes; all return the run."""
     where = None
     if processes().is_main_process:
-        run = Run.create(root, experiment.name, {"experiment": experiment.name, **asdict(config)}, name)
-        fill(run)
+        run = Run.create(root, {"experiment": experiment.name, **asdict(config)}, name, about)
         where = str(run.folder)
     return Run(Path(agreed(where)))
 
@@ -88,6 +89,10 @@ def trainer(job: Job, title: str) -> Iterator[Trainer]:
     with locked(folder) if state.is_main_process else nullcontext():
         made = Trainer(job.experiment, job.task, job.config, job.run, Display(title, silent=not state.is_main_process))
         found = checkpoint.newest(job.run.checkpoints)
+        if state.is_main_process:
+            remove_leftovers(folder)
+            if found is None:
+                job.run.rewind(None)
         if found is not None:
             made.restore(found)
         yield made
@@ -97,14 +102,12 @@ def finish(job: Job, result: dict[str, Any]) -> dict[str, Any]:
     """Write plots, records and finally the result, which marks the run as finished."""
     run = job.run
     if processes().is_main_process:
-        run.write(CURVES, curves(run, job.experiment))
-        for what, content in job.task.records().items():
-            run.write_json(f"{what}.json", content)
-        for what, picture in job.experiment.pictures(run, job.config).items():
-            run.write(f"{what}.svg", picture)
+        records = {f"{what}.json": as_json(content) for what, content in job.task.records().items()}
+        run.write({CURVES: curves(run, job.experiment), **records})
+        pictures = {f"{what}.svg": picture for what, picture in job.experiment.pictures(run, job.config).items()}
         if skipped := run.about()["data"].get("skipped"):
             result["skipped"] = skipped
-        run.write_json(RESULT, result)  # Last: its presence marks the run as finished.
+        run.write_last({**pictures, RESULT: as_json(result)})  # Its checksum marks the run as finished.
     return result
 
 

@@ -20,8 +20,10 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from subquad_lab import Diverged, UsageError
+from subquad_lab.system.checksums import Damaged
+from subquad_lab.system.out_of_memory import is_out_of_memory, memory_for
 from subquad_lab.training import checkpoint, snapshot
-from subquad_lab.training.checkpoint import Checkpoint, Damaged
+from subquad_lab.training.checkpoint import Checkpoint
 from subquad_lab.training.config import Training
 from subquad_lab.training.experiment import Experiment, PartName, Task
 from subquad_lab.training.interruption import Interrupted, Interruption
@@ -67,7 +69,8 @@ class Trainer:
                         self.save()
                     if self.is_done:
                         break
-                    self.step()
+                    with memory_for(f"training {self.run.folder}, step {self.progress.step + 1}", self._remedy):
+                        self.step()
                     self._stop_if_asked()
                     if self._is_saving_due():
                         self.save()
@@ -166,9 +169,17 @@ class Trainer:
     def _figures(self, part: PartName) -> dict[str, float]:
         self.task.model.eval()
         try:
-            return self.task.evaluate(part, self._stop_if_asked)
+            with memory_for(f"evaluating {self.run.folder} on the {part} part", self._remedy):
+                return self.task.evaluate(part, self._stop_if_asked)
         finally:
             self.task.model.train()
+
+    @property
+    def _remedy(self) -> str:
+        return (
+            f"the last checkpoint is kept. Free memory and run `subquad train --resume {self.run.folder}`, or start a "
+            "new run with a smaller --batch, a larger --accumulate or a smaller model"
+        )
 
     def result(self) -> dict[str, Any]:
         """Return the metrics of the selected weights, with the number of steps, time and speed."""
@@ -225,7 +236,7 @@ class Trainer:
                 "progress": asdict(self.progress),
                 "optimizer": numbers,
                 "random": everyone,
-                "logs": self.run.size(),
+                "logs": self.run.marks(),
             }
             kept = {self.progress.best_checkpoint, before, self.kept}
             checkpoint.save(self.run.checkpoints, number, Checkpoint(tensors, state), kept)
@@ -251,7 +262,7 @@ class Trainer:
             if self.accelerator.is_main_process:
                 self.run.rewind(found.state["logs"])
         except (KeyError, TypeError, ValueError, RuntimeError, IndexError, AttributeError) as error:
-            if isinstance(error, UsageError):
+            if isinstance(error, UsageError) or is_out_of_memory(error):
                 raise
             raise Damaged(f"checkpoint {found.path}: does not fit this run: {type(error).__name__}: {error}") from error
         self.kept = int(found.path.name) if found.path else 0

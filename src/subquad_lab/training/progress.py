@@ -7,6 +7,8 @@ from typing import Self
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from subquad_lab.system.text import printable
+
 LINE_SECONDS = 30.0  # between lines of a log
 EVALUATION_SECONDS = 1.0  # between lines about evaluations, which can be more frequent than is readable
 
@@ -15,7 +17,7 @@ class Display:
     """Progress display on standard error, so that results on standard output can be piped."""
 
     def __init__(self, title: str, silent: bool = False) -> None:
-        self.title, self.silent = title, silent
+        self.title, self.silent = printable(title), silent
         self.console = Console(stderr=True, quiet=silent)
         columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"),
                    TimeElapsedColumn(), TextColumn("remaining"), TimeRemainingColumn())  # fmt: skip
@@ -51,4 +53,4 @@ class Display:
         self.line(f"{self.title}  step {step:,}  validation: {text}  (best so far: {best})")
 
     def line(self, text: str) -> None:
-        self.console.print(text, highlight=False, markup=False, soft_wrap=True)
+        self.console.print(printable(text), highlight=False, markup=False, soft_wrap=True)

@@ -1,5 +1,6 @@
 """The folder of a run.
 
+SHA256SUMS       checksums of the files below, except those of a log that still grows; see `checksums`
 config.yaml      the resolved config, in the format of `subquad train EXPERIMENT --config`
 run.json         experiment, versions, data set with its checksum, number of parameters by module
 metrics.jsonl    a line per step and per evaluation; depends on the seed only, not on timing
@@ -8,10 +9,11 @@ events/          both for TensorBoard
 result.json      the final result, which the report reads
 curves.svg       learning curves
 checkpoints/     see `checkpoint`
+
+Every file is verified before it is used. The logs of an unfinished run are verified by its last checkpoint; see `logs`.
 """
 
 import json
-import os
 import platform
 import re
 from collections.abc import Iterator
@@ -26,7 +28,9 @@ import yaml
 
 import subquad
 from subquad_lab import RunError, UsageError
-from subquad_lab.system.files import read_json, write_whole
+from subquad_lab.system.checksums import SUMS, Damaged, is_listed, read_listed, read_listed_json, unlist, write_listed
+from subquad_lab.training import checkpoint, logs
+from subquad_lab.training.logs import Log, Mark
 
 CONFIG, ABOUT, RESULT, CURVES = "config.yaml", "run.json", "result.json", "curves.svg"
 METRICS, TIMING, EVENTS = "metrics.jsonl", "timing.jsonl", "events"
@@ -37,11 +41,21 @@ class Run:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._logs = {name: Log(folder / name) for name in (METRICS, TIMING)}
         self._writer: Any = None
 
     @classmethod
-    def create(cls, root: Path, experiment: str, config: dict[str, Any], name: str | None = None) -> "Run":
-        """Create a folder in `root` with the given name, or with the experiment's name and the next number."""
+    def create(
+        cls, root: Path, config: dict[str, Any], name: str | None = None, about: dict[str, Any] | None = None
+    ) -> "Run":
+        """Create a folder in `root` with the given name, or with the experiment's name and the next number.
+
+        Args:
+            root: Folder of the new folder.
+            config: Content of config.yaml, which includes the experiment's name.
+            name: Name of the folder.
+            about: Content of run.json; None for a series.
+        """
         try:
             root.mkdir(parents=True, exist_ok=True)
             folder = root / name if name else None
@@ -49,14 +63,15 @@ class Run:
                 folder.mkdir(exist_ok=True)
             while folder is None:
                 try:
-                    folder = _next(root, experiment)
+                    folder = _next(root, config["experiment"])
                     folder.mkdir()
                 except FileExistsError:  # Another process created it first.
                     folder = None
         except OSError as error:
             raise UsageError(f"--out: cannot create a folder in {root}: {error.strerror}") from error
         run = cls(folder)
-        run.write(CONFIG, yaml.safe_dump(config, sort_keys=False).encode())
+        files = {CONFIG: yaml.safe_dump(config, sort_keys=False).encode()}
+        run.write(files if about is None else files | {ABOUT: as_json(about)})
         return run
 
     @classmethod
@@ -66,9 +81,12 @@ class Run:
         if not path.is_dir():
             raise UsageError(f"RUN: no such folder: {path} (`subquad runs` lists all runs)")
         missing = [name for name in (CONFIG, ABOUT) if not (path / name).is_file()]
-        if missing:
+        if missing and not (path / SUMS).is_file():
             raise UsageError(f"RUN: expected a run folder, got {path}, which has no {missing[0]}")
-        return cls(path)
+        run = cls(path)
+        for name in (CONFIG, ABOUT):
+            run.verify(name)
+        return run
 
     @property
     def name(self) -> str:
@@ -78,17 +96,33 @@ class Run:
     def checkpoints(self) -> Path:
         return self.folder / "checkpoints"
 
-    def write(self, name: str, content: bytes) -> None:
-        try:
-            write_whole(self.folder / name, content)
-        except OSError as error:
-            raise RunError(f"cannot write {self.folder / name}: {error.strerror}") from error
+    def write(self, contents: dict[str, bytes]) -> None:
+        """Write files and list their checksums."""
+        write_listed(self.folder, contents)
 
-    def write_json(self, name: str, content: dict[str, Any]) -> None:
-        self.write(name, json.dumps(content, indent=1).encode())
+    def write_last(self, contents: dict[str, bytes]) -> None:
+        """Write the last files of a run, and list them together with the logs, which no longer grow."""
+        sums = {name: log.mark()["sha256"] for name, log in self._logs.items() if log.size}
+        write_listed(self.folder, contents, sums)
+
+    def has(self, name: str) -> bool:
+        """Return whether a file was written completely."""
+        return is_listed(self.folder, name)
+
+    def is_begun(self) -> bool:
+        """Return whether the run was created completely; a folder without run.json must not have later files."""
+        if self.has(ABOUT):
+            return True
+        if self.checkpoints.exists() or (self.folder / METRICS).exists():
+            raise Damaged(f"{self.folder / SUMS}: expected a line for {ABOUT}, got none")
+        return False
+
+    def verify(self, name: str) -> None:
+        """Raise Damaged unless a file is intact."""
+        read_listed(self.folder, name)
 
     def read_json(self, name: str) -> dict[str, Any]:
-        return read_json(self.folder / name)
+        return read_listed_json(self.folder, name)
 
     def about(self) -> dict[str, Any]:
         """Return the validated content of run.json."""
@@ -103,7 +137,7 @@ class Run:
 
     def result(self) -> dict[str, Any] | None:
         """Return the result, or None if the run is not finished."""
-        if not (self.folder / RESULT).is_file():
+        if not self.has(RESULT):
             return None
         found = self.read_json(RESULT)
         for part in ("valid", "test"):
@@ -118,11 +152,7 @@ class Run:
         """Log the metrics of a step to the files and to TensorBoard."""
         for name, values in ((METRICS, figures), (TIMING, timing)):
             if values:
-                try:
-                    with (self.folder / name).open("a") as file:
-                        file.write(json.dumps({"step": step, **values}) + "\n")
-                except OSError as error:
-                    raise RunError(f"cannot write {self.folder / name}: {error.strerror}") from error
+                self._logs[name].append((json.dumps({"step": step, **values}) + "\n").encode())
         with self._writing_events():
             if self._writer is None:
                 from torch.utils.tensorboard import SummaryWriter
@@ -139,30 +169,20 @@ class Run:
             self._writer = None
             raise RunError(f"cannot write {self.folder / EVENTS}: {error.strerror}") from error
 
-    def size(self) -> dict[str, int]:
-        """Sync the logs to disk and return their sizes in bytes, to store in a checkpoint."""
-        for name in (METRICS, TIMING):
-            if (self.folder / name).exists():
-                with (self.folder / name).open("rb") as file:
-                    os.fsync(file.fileno())
-        return {name: _size(self.folder / name) for name in (METRICS, TIMING)}
+    def marks(self) -> dict[str, Mark]:
+        """Sync the logs to disk and return their marks, to store in a checkpoint."""
+        return {name: log.mark() for name, log in self._logs.items()}
 
-    def rewind(self, sizes: dict[str, int]) -> None:
-        """Truncate the logs to their sizes at a checkpoint; later steps will be logged again."""
-        for name in (METRICS, TIMING):
-            path = self.folder / name
-            if _size(path) < sizes[name]:
-                raise UsageError(
-                    f"{path}: expected at least {sizes[name]} bytes, got {_size(path)}: the file was truncated"
-                )
-            if path.exists():
-                with path.open("r+b") as file:
-                    file.truncate(sizes[name])
+    def rewind(self, marks: dict[str, Mark] | None) -> None:
+        """Verify the logs and truncate them to their marks in a checkpoint; without marks, they must be empty."""
+        unlist(self.folder, self._logs)
+        for name, log in self._logs.items():
+            log.rewind(None if marks is None else marks[name])
 
     def metrics(self) -> Iterator[dict[str, float]]:
         """Yield the lines of the log, except a last line that was truncated by a crash."""
         path = self.folder / METRICS
-        lines = path.read_bytes().splitlines() if path.exists() else []
+        lines = self._metrics().splitlines()
         for number, text in enumerate(lines, 1):
             try:
                 line = json.loads(text)
@@ -172,6 +192,20 @@ class Run:
             except (ValueError, TypeError, KeyError, RecursionError) as error:
                 if number < len(lines):
                     raise UsageError(f"{path}: line {number} is not a valid record: {error}") from error
+
+    def _metrics(self) -> bytes:
+        """Return the verified content of the log."""
+        if self.has(METRICS):
+            return read_listed(self.folder, METRICS)
+        # The checkpoint first: the log only grows while another process trains.
+        state = checkpoint.newest_state(self.checkpoints)
+        content = logs.content_of(self.folder / METRICS)
+        if state is not None:
+            marks = state.get("logs")
+            logs.check(self.folder / METRICS, content, marks.get(METRICS) if isinstance(marks, dict) else None)
+        elif content:
+            raise Damaged(f"{self.folder / METRICS}: expected no lines without a checkpoint, got {len(content)} bytes")
+        return content
 
     def __enter__(self) -> Self:
         return self
@@ -190,15 +224,33 @@ def _next(root: Path, experiment: str) -> Path:
     return root / f"{experiment}-{max(taken, default=0) + 1:03d}"
 
 
-def _size(path: Path) -> int:
-    return path.stat().st_size if path.exists() else 0
+def as_json(content: dict[str, Any]) -> bytes:
+    return json.dumps(content, indent=1).encode()
 
 
 def all_runs(root: Path) -> list[Run]:
-    """Return all runs in a folder and its subfolders."""
+    """Return all runs in a folder and its subfolders, including those that have lost a file."""
     if not root.is_dir():
         return []
-    return [Run(path.parent) for path in sorted(root.glob(f"**/{ABOUT}")) if (path.parent / CONFIG).is_file()]
+    found = {path.parent for path in root.glob(f"**/{ABOUT}") if (path.parent / CONFIG).is_file()}
+    found |= {path.parent for path in root.glob(f"**/{SUMS}") if _lists_a_run(path)}
+    return [Run(folder) for folder in sorted(found) if _is_run(folder)]
+
+
+def _lists_a_run(sums: Path) -> bool:
+    """Return whether a SHA256SUMS, which may be damaged, is that of a run: other folders have no run.json."""
+    try:
+        return f"  {ABOUT}\n".encode() in sums.read_bytes()
+    except OSError:
+        return False
+
+
+def _is_run(folder: Path) -> bool:
+    """Return whether a run was created completely, damaged or not."""
+    try:
+        return Run(folder).is_begun()
+    except Damaged:
+        return True
 
 
 def versions() -> dict[str, str]:

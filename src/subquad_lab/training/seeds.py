@@ -4,7 +4,6 @@ folder/           one seed: the run itself
 folder/seed-7/    several seeds: one run each, next to the common config and a summary
 """
 
-import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
@@ -20,7 +19,7 @@ from subquad_lab.training.experiment import Experiment
 from subquad_lab.training.interruption import Interrupted
 from subquad_lab.training.lifecycle import Job
 from subquad_lab.training.processes import agreed, processes
-from subquad_lab.training.run import ABOUT, CONFIG, CURVES, RESULT, Run
+from subquad_lab.training.run import CONFIG, CURVES, Run, as_json
 
 SUMMARY = "summary.json"
 
@@ -61,7 +60,7 @@ def train(experiment: Experiment[Any], config: Training, place: Path, numbered: 
     results: list[dict[str, Any]] = []
     for folder, own in members(whole.folder, config).items():
         try:
-            is_begun = agreed((folder / ABOUT).is_file())  # One process could otherwise see what another just wrote.
+            is_begun = agreed(Run(folder).is_begun())  # One process could otherwise see what another just wrote.
             result = Run.open(folder).result() if is_begun else None
             if result is None:
                 job = first or _job(experiment, own, folder, is_begun)
@@ -76,25 +75,27 @@ def train(experiment: Experiment[Any], config: Training, place: Path, numbered: 
     check_same_data(made)
     series = Series(whole.folder, made, results)
     if config.seeds > 1 and processes().is_main_process:
-        whole.write(CURVES, compared({run.name: [run] for run in made}, experiment))
-        whole.write(SUMMARY, json.dumps(summary(series), indent=1).encode())
+        drawn = compared({run.name: [run] for run in made}, experiment)
+        whole.write({CURVES: drawn, SUMMARY: as_json(summary(series))})
     return series
 
 
 def _folder(experiment: Experiment[Any], config: Training, place: Path, numbered: bool) -> tuple[Run, Job | None]:
     """Return the folder, and the job if it is a new single run. Bad data raise before a folder is created."""
-    if not numbered and (place / CONFIG).is_file():
-        _check_same(experiment, config, Run(place))
+    if not numbered and Run(place).has(CONFIG):
+        check_same(experiment, config, Run(place))
         return Run(place), None
     root, name = (place, None) if numbered else (place.parent, place.name)
     if config.seeds == 1:
         job = lifecycle.begin(experiment, config, root, name)
         return job.run, job
     lifecycle.build(experiment, config)
-    return lifecycle.create(experiment, config, root, name, lambda run: None), None
+    return lifecycle.create(experiment, config, root, name), None
 
 
-def _check_same(experiment: Experiment[Any], config: Training, found: Run) -> None:
+def check_same(experiment: Experiment[Any], config: Training, found: Run) -> None:
+    """Raise unless a folder holds a run of this experiment with this config."""
+    found.verify(CONFIG)
     path = found.folder / CONFIG
     values = read(path)
     of = values.pop("experiment", None)
@@ -129,10 +130,19 @@ def members(folder: Path, config: Training) -> dict[Path, Training]:
     return {folder / f"seed-{seed}": replace(config, seed=seed, seeds=1) for seed in seeds}
 
 
-def finished(folder: Path, config: Training) -> Series:
-    """Open a series whose runs are all finished."""
-    made = [Run.open(place) for place in members(folder, config)]
-    return Series(folder, made, [run.read_json(RESULT) for run in made])
+def finished(experiment: Experiment[Any], config: Training, folder: Path) -> Series:
+    """Open a series with this config whose runs are all finished."""
+    config = lifecycle.settled(config)
+    made, results = [], []
+    for place, own in members(folder, config).items():
+        run = Run.open(place)
+        check_same(experiment, own, run)
+        result = run.result()
+        if result is None:
+            raise UsageError(f"{place}: expected a finished run, got an unfinished one")
+        made.append(run)
+        results.append(result)
+    return Series(folder, made, results)
 
 
 def summary(series: Series) -> dict[str, Any]:

@@ -15,7 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from subquad_lab.training.checkpoint import Checkpoint, Damaged
+from subquad_lab.system.checksums import Damaged
+from subquad_lab.system.out_of_memory import is_out_of_memory
+from subquad_lab.training.checkpoint import Checkpoint
 
 Named = dict[str, Tensor]
 
@@ -84,6 +86,8 @@ def load_model(model: nn.Module, checkpoint: Checkpoint) -> None:
     try:
         model.load_state_dict(unpack("model", checkpoint.tensors))
     except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise
         lines = str(error).splitlines()
         raise Damaged(
             f"checkpoint {checkpoint.path}: does not fit this model: {' '.join(' '.join(lines[1:3]).split())}"

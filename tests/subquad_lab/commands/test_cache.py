@@ -1,6 +1,7 @@
 """`subquad cache`: everything of ours is shown and removed, and nothing else."""
 
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from subquad.planning.calibration_file import cache_folder, calibration
 from subquad_lab.cli import main
 from subquad_lab.data.speech import load_speech
 from subquad_lab.system import cache
+from subquad_lab.system.files import locked
 
 OURS = {
     "calibration-x.json": 100, ".calibration-abc": 50, "speech/a.safetensors": 5000, "speech/a.sha256": 64,
@@ -43,6 +45,26 @@ def test_clear_removes_our_files_alone(folder, capfd):
     assert main(["cache", "--clear"]) == 0
     assert capfd.readouterr() == (f"{folder}: removed {len(OURS)} files, 6.1 KiB\n", "")
     assert {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()} == set(OTHERS)
+
+
+@pytest.mark.parametrize("name", ["", "speech", "graphs"])
+def test_clear_waits_for_a_process_that_writes(name, folder):
+    with ThreadPoolExecutor(1) as pool:
+        with locked(folder / name):
+            done = pool.submit(cache.clear)
+            with pytest.raises(TimeoutError):
+                done.result(timeout=0.3)
+            assert all((folder / file).is_file() for file in OURS)
+        assert done.result(timeout=30)[0] == len(OURS)
+
+
+def test_a_file_that_another_process_removes_is_not_missed(folder, monkeypatch, capfd):
+    gone = folder / "graphs" / "gone.npz"
+    monkeypatch.setattr("subquad_lab.commands.cache.cached_files", lambda: {"graph": [gone]})
+    monkeypatch.setattr(cache, "cached_files", lambda: {"graph": [gone]})
+    for option in ([], ["--clear"]):
+        assert main(["cache", *option]) == 0
+        assert " 0 files, 0 B\n" in capfd.readouterr().out.replace("removed ", "")
 
 
 def test_a_folder_that_is_not_there_is_empty(own_cache, capfd):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from small_runs import reseal, unfinish
 from subquad_lab.cli import main
 from subquad_lab.experiments.language import EXPERIMENT
 
@@ -87,6 +88,7 @@ def test_text_of_records_is_escaped(trained, tmp_path):
     about["data"]["name"] = attack
     about["versions"] = {attack: attack}
     (trained / "run.json").write_text(json.dumps(about))
+    reseal(trained)
     evil = trained.with_name('"><script>x')
     trained.rename(evil)
     (evil / "curves.svg").write_text("<svg><script>alert(2)</script></svg>")  # Pictures are drawn anew.
@@ -124,6 +126,7 @@ def test_runs_of_one_name_in_two_folders_are_told_apart(trained, tmp_path):
 )
 def test_records_of_the_wrong_kind_are_told(file, content, message, trained, complaint, tmp_path):
     (trained / file).write_bytes(content.encode(errors="surrogateescape"))
+    reseal(trained)
     line = complaint(["report", str(trained), "--out", str(tmp_path / "r.html")])
     assert message in line
 
@@ -141,6 +144,7 @@ def test_a_damaged_run_is_named_and_the_others_are_shown(file, content, message,
     bad = trained.with_name("language-002")
     shutil.copytree(trained, bad)
     (bad / file).write_text(content)
+    reseal(bad)
     out = tmp_path / "report.html"
     assert main(["report", "--root", str(trained.parent), "--out", str(out)]) == 0
     warning = capfd.readouterr().err
@@ -155,7 +159,7 @@ def test_a_damaged_run_is_named_and_the_others_are_shown(file, content, message,
 
 
 def test_a_report_of_an_unfinished_run_says_so(trained, tmp_path):
-    (trained / "result.json").unlink()
+    unfinish(trained)
     out = tmp_path / "report.html"
     assert main(["report", str(trained), "--out", str(out)]) == 0
     assert "not finished" in page_of(out).text
@@ -163,6 +167,7 @@ def test_a_report_of_an_unfinished_run_says_so(trained, tmp_path):
 
 def test_damaged_records_are_told(trained, complaint, tmp_path):
     (trained / "run.json").write_text("[")
+    reseal(trained)
     line = complaint(["report", str(trained), "--out", str(tmp_path / "r.html")])
     assert f"{trained / 'run.json'}: not a valid JSON file" in line
     assert not (tmp_path / "r.html").exists()

@@ -99,7 +99,7 @@ def test_a_signal_ends_synthesis_with_what_is_made_and_says_how_to_go_on(tmp_pat
 def test_what_a_killed_process_has_begun_is_removed(tmp_path):
     table, out = write_transcripts(tmp_path), tmp_path / "out"
     assert main(["synthesize", str(table), str(out), "--clips", "2"]) == 0
-    for name in ("wavs/.T-2.wav.28614", ".metadata.csv.28614", ".synthesis.json.28614"):
+    for name in ("wavs/.T-2.wav.0123456789abcdef", ".metadata.csv.0123456789abcdef"):
         (out / name).write_bytes(b"half")
     (out / ".mine").write_text("mine")
     assert main(["synthesize", str(table), str(out), "--clips", "3"]) == 0

@@ -7,7 +7,7 @@ from dataclasses import fields
 
 import pytest
 
-from small_runs import read_config
+from small_runs import read_config, reseal
 from subquad_lab.cli import main
 from subquad_lab.experiments import EXPERIMENTS, language
 from subquad_lab.experiments.stored import experiment_of
@@ -22,7 +22,8 @@ def test_train_leaves_a_whole_record(options, tmp_path, capfd):
     assert "validation: cross_entropy" in err
     folder = tmp_path / "runs" / "language-001"
     assert {path.name for path in folder.iterdir()} == {
-        "config.yaml", "run.json", "metrics.jsonl", "timing.jsonl", "events", "result.json", "curves.svg", "checkpoints"
+        "config.yaml", "run.json", "metrics.jsonl", "timing.jsonl", "events", "result.json", "curves.svg",
+        "checkpoints", "SHA256SUMS",
     }  # fmt: skip
     about = json.loads((folder / "run.json").read_text())
     assert about["data"]["name"] == "text in three parts"
@@ -143,17 +144,23 @@ def test_a_folder_that_is_no_run_is_told(tmp_path, complaint):
 
 
 @pytest.mark.parametrize(
-    ("file", "content"),
-    [("result.json", ""), ("result.json", "[1]"), ("run.json", "{"), ("config.yaml", "experiment: x")],
+    ("file", "content", "message"),
+    [
+        ("result.json", "", "result.json: not a valid JSON file"),
+        ("result.json", "[1]", "result.json: expected an object, got list"),
+        ("run.json", "{", "run.json: not a valid JSON file"),
+        ("config.yaml", "experiment: x", "EXPERIMENT: expected"),
+    ],
 )
-def test_a_damaged_run_is_named_and_the_others_are_listed(file, content, trained, tmp_path, capfd):
+def test_a_damaged_run_is_named_and_the_others_are_listed(file, content, message, trained, tmp_path, capfd):
     shutil.copytree(trained, tmp_path / "runs" / "damaged")
     (tmp_path / "runs" / "damaged" / file).write_text(content)
+    reseal(tmp_path / "runs" / "damaged")
     assert main(["runs", "--root", str(tmp_path / "runs")]) == 0
     out, err = capfd.readouterr()
     assert re.search(r"^language-001 .* finished .* perplexity", out, re.MULTILINE)
-    assert re.search(r"^damaged +damaged$", out, re.MULTILINE)
-    assert f"subquad: warning: {tmp_path / 'runs' / 'damaged'} is damaged: " in err
+    assert re.search(rf"^damaged +damaged +{message}", out, re.MULTILINE)
+    assert err == ""
 
 
 @pytest.mark.parametrize(

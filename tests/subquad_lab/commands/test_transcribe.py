@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import soundfile
 
-from small_runs import tone
+from small_runs import reseal, tone
 from subquad_lab.cli import main
 from subquad_lab.data.sound import read_sound
 from subquad_lab.data.speech import characters
@@ -71,10 +71,12 @@ def test_an_early_run_asks_its_data_what_clips_usually_have(speech_run, tmp_path
     now, about = capfd.readouterr().out, json.loads((speech_run / "run.json").read_text())
     usual = about["data"].pop("usual")
     (speech_run / "run.json").write_text(json.dumps(about))
+    reseal(speech_run)
     assert main(command) == 0
     assert capfd.readouterr().out == now
     for wrong in (7, {"loudness": 1.0}, usual | {"before": "2"}, usual | {"after": 10**12}):
         (speech_run / "run.json").write_text(json.dumps(about | {"data": about["data"] | {"usual": wrong}}))
+        reseal(speech_run)
         assert main(command) == 2
         assert "run.json: expected the numbers loudness, before, after, between" in capfd.readouterr().err
 
@@ -99,7 +101,7 @@ def test_files_that_cannot_be_heard_are_named_and_the_others_are_heard(speech_ru
     for file, why in zip(files, ("the recording is silent", "the file is empty", "no such file"), strict=False):
         assert f"{file}: {why}" in said.err
     assert f"{files[4]}: " in said.out  # However loud, it is heard.
-    assert "FILES: 3 of 5 could not be transcribed" in said.err
+    assert "subquad: error: FILES: 3 of 5 files cannot be used\n" in said.err
     for beams in ("0", "101"):
         assert main(["transcribe", str(speech_run), files[3], "--beams", beams]) == 2
         assert f"--beams: expected an integer from 1 to 100, got {beams}" in capfd.readouterr().err

@@ -14,6 +14,7 @@ from torch_geometric.nn import GCNConv
 from torch_geometric.utils import to_undirected
 
 import subquad
+from small_runs import reseal
 from subquad_lab import UsageError
 from subquad_lab.cli import main
 from subquad_lab.data.graphs import load_graph
@@ -254,6 +255,7 @@ def test_records_that_are_wrong_are_told(name, content, small_run, tmp_path, com
     shutil.copytree(small_run, tmp_path / "graphs-001")
     file = tmp_path / "graphs-001" / f"{name}.json"
     file.write_text(json.dumps(content))
+    reseal(file.parent)
     assert f"{file}: expected" in complaint(["report", "--root", str(tmp_path), "--out", str(tmp_path / "r.html")])
 
 

@@ -12,7 +12,7 @@ from scipy import stats
 from sklearn.metrics import confusion_matrix, log_loss
 from torch import nn
 
-from small_runs import write_pictures
+from small_runs import unfinish, write_pictures
 from subquad_lab import Diverged, UsageError
 from subquad_lab.cli import main
 from subquad_lab.commands.predict import read_picture
@@ -229,7 +229,7 @@ def test_other_data_are_not_averaged_nor_compared(small, tmp_path, capfd):
     arguments = ["compare", "images", f"--data={small}", f"--out={out}", "--seeds=2", "--steps=2"]
     assert main(arguments) == 0
     write_pictures(tmp_path / "small.npz", val_images=np.zeros((20, 12, 12), np.uint8))
-    (out / "stride" / "seed-1" / "result.json").unlink()
+    unfinish(out / "stride" / "seed-1")
     shutil.rmtree(out / "stride" / "seed-1")
     capfd.readouterr()
     assert main(["train", "--resume", str(out / "stride")]) == 2
@@ -325,15 +325,15 @@ def test_one_bad_file_does_not_keep_the_others_from_being_predicted(run, tmp_pat
     (tmp_path / "bad.png").write_bytes(b"hello")
     for file in (first, last):
         Image.new("L", (12, 12), 99).save(file)
-    assert main(["predict", run, first, bad, "nowhere.png", last]) == 1
+    assert main(["predict", run, first, bad, "nowhere.png", last]) == 2
     out, err = capfd.readouterr()
     assert [line.partition(": ")[0] for line in out.splitlines()] == [first, last]
-    assert err.splitlines()[0].startswith(f"subquad: error: IMAGES: {bad} cannot be read as an image")
+    assert err.splitlines()[0].startswith(f"subquad: warning: IMAGES: {bad} cannot be read as an image")
     assert err.splitlines()[1:] == [
-        "subquad: error: IMAGES: expected image files, got nowhere.png, which does not exist",
-        "subquad: error: 2 of 4 images cannot be read",
+        "subquad: warning: IMAGES: expected image files, got nowhere.png, which does not exist",
+        "subquad: error: IMAGES: 2 of 4 files cannot be used",
     ]
-    assert main(["predict", run, bad, bad]) == 1
+    assert main(["predict", run, bad, bad]) == 2
     assert capfd.readouterr().out == ""
 
 

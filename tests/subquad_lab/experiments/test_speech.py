@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from small_runs import SPEECH_OPTIONS
+from small_runs import SPEECH_OPTIONS, reseal
 from subquad_lab import UsageError
 from subquad_lab.cli import main
 from subquad_lab.data.speech import END, PAD, START, characters
@@ -375,6 +375,7 @@ def test_a_run_leaves_its_figures_and_pictures(speech_run, capfd):
 )
 def test_records_that_are_not_maps_are_said(speech_run, content, capfd):
     (speech_run / "looks.json").write_text(content)
+    reseal(speech_run)
     assert main(["report", str(speech_run), "--out", str(speech_run / "page.html")]) == 2
     assert "looks.json: expected" in capfd.readouterr().err
 

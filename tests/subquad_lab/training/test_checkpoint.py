@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from subquad_lab import RunError
+from subquad_lab.system.checksums import SUMS, Damaged
 from subquad_lab.training import checkpoint
-from subquad_lab.training.checkpoint import SUMS, TENSORS, Checkpoint, Damaged
+from subquad_lab.training.checkpoint import TENSORS, Checkpoint
 
 SMALL = Checkpoint({"w": torch.tensor([1.5, -2.0]), "empty": torch.zeros(0)}, {"step": 7, "rate": 0.1})
 

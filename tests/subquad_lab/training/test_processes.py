@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from small_runs import write_digits, write_pictures, write_text
+from small_runs import reseal, unfinish, write_digits, write_pictures, write_text
 from subquad_lab.cli import main
 from subquad_lab.experiments.stored import experiment_of
 from subquad_lab.training import checkpoint
@@ -101,9 +101,10 @@ def together(commands: list[list[str]], folder: Path) -> None:
 
 def extend(folder: Path) -> None:
     """Let a finished run have ten steps left."""
-    (folder / "result.json").unlink()
+    unfinish(folder)
     config = (folder / "config.yaml").read_text()
     (folder / "config.yaml").write_text(config.replace("steps: 50", "steps: 60"))
+    reseal(folder)
 
 
 def lines(folder: Path) -> list[dict[str, float]]:

@@ -2,18 +2,18 @@
 
 import signal
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 
-from small_runs import MODELS, OTHERS, assert_same, broken_off, final, resume, small, start, tiny
+from small_runs import MODELS, OTHERS, assert_same, broken_off, final, resume, small, start, tiny, unfinish
 from subquad_lab import RunError, UsageError
 from subquad_lab.experiments import language
 from subquad_lab.experiments.stored import trained
 from subquad_lab.system import files
-from subquad_lab.training import checkpoint, lifecycle, snapshot
-from subquad_lab.training.checkpoint import Checkpoint, Damaged
+from subquad_lab.system.checksums import Damaged
+from subquad_lab.training import checkpoint, lifecycle, logs, snapshot
+from subquad_lab.training.checkpoint import Checkpoint
 from subquad_lab.training.experiment import no_pictures
 from subquad_lab.training.interruption import Interrupted
 from subquad_lab.training.run import Run
@@ -102,12 +102,12 @@ def test_a_full_disk_is_told_whatever_is_written(file, text, tmp_path, monkeypat
 
         monkeypatch.setattr(SummaryWriter, "add_scalar", full)
     elif file.endswith("jsonl"):
-        opened = Path.open
+        append = files.append
 
-        def open_(path, *given, **named):
-            return full() if path.name == file else opened(path, *given, **named)
+        def append_(path, content):
+            return full() if path.name == file else append(path, content)
 
-        monkeypatch.setattr(Path, "open", open_)
+        monkeypatch.setattr(logs, "append", append_)
     else:
         write = files.write_synced
 
@@ -153,7 +153,7 @@ def test_a_checkpoint_of_another_model_is_refused(text, tmp_path):
 @pytest.mark.parametrize("missing", ["progress", "optimizer", "random", "logs"])
 def test_a_checkpoint_that_lacks_a_part_is_refused(missing, text, tmp_path):
     run, _ = start(tiny(text, steps=2), tmp_path)
-    (run.folder / "result.json").unlink()
+    unfinish(run.folder)
     found = checkpoint.newest(run.checkpoints)
     state = {key: value for key, value in found.state.items() if key != missing}
     checkpoint.save(run.checkpoints, checkpoint.next_number(run.checkpoints), Checkpoint(found.tensors, state))
@@ -163,7 +163,7 @@ def test_a_checkpoint_that_lacks_a_part_is_refused(missing, text, tmp_path):
 
 def test_other_data_are_not_trained_on(text, tmp_path):
     run, _ = start(tiny(text, steps=2), tmp_path)
-    (run.folder / "result.json").unlink()
+    unfinish(run.folder)
     train = text / "train.txt"
     train.write_text(train.read_text().replace("w3", "w4", 1))
     for use in (resume, trained):
@@ -175,6 +175,6 @@ def test_two_processes_do_not_train_one_run(text, tmp_path):
     from subquad_lab.system.files import locked
 
     run, _ = start(tiny(text, steps=2), tmp_path)
-    (run.folder / "result.json").unlink()
+    unfinish(run.folder)
     with locked(run.folder), pytest.raises(UsageError, match="is in use by another process"):
         resume(run.folder)

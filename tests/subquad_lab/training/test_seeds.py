@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from small_runs import assert_same, start, tiny
+from small_runs import assert_same, start, tiny, unfinish
 from subquad_lab import UsageError
 from subquad_lab.cli import main
 from subquad_lab.commands.train import print_result
@@ -62,7 +62,7 @@ def test_the_best_run_speaks_for_a_series(text, tmp_path, capfd, complaint):
     assert main(["sample", str(made.folder), "--prompt=w1", "--count=2"]) == 0
     assert capfd.readouterr().out.count("w1") >= 2
     for run in made.runs:
-        (run.folder / "result.json").unlink()
+        unfinish(run.folder)
     assert f"RUN: {made.folder} has no finished run yet" in complaint(["evaluate", str(made.folder)])
 
 
