@@ -1,5 +1,6 @@
 # Needs Python 3.11 or later, pip and make; everything else goes into .venv.
 PYTHON ?= python3
+CONSTRAINTS ?= constraints.txt
 BIN := .venv/bin
 
 # A virtual machine can advertise AMX without allowing it; a bfloat16 product then crashes with an illegal
@@ -8,12 +9,12 @@ test bench demo mutants theory sanitize: export ONEDNN_MAX_CPU_ISA = AVX512_CORE
 
 # pip applies -c to what it installs but not to its isolated build environment; these two variables
 # (the first for older pips, the second for newer ones) pin that as well.
-PIP_INSTALL := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 \
-	$(BIN)/python -m pip install -qq -c constraints.txt
+PIP_INSTALL := PIP_CONSTRAINT=$(CONSTRAINTS) PIP_BUILD_CONSTRAINT=$(CONSTRAINTS) PIP_DISABLE_PIP_VERSION_CHECK=1 \
+	$(BIN)/python -m pip install -qq -c $(CONSTRAINTS)
 
 KERNELS := $(wildcard src/subquad/native/src/*.cpp src/subquad/native/src/*.h)
 
-.PHONY: help demo test lint bench mutants docs theory wheel hub-kernel sanitize clean
+.PHONY: help demo test lint bench mutants docs theory wheel lock hub-kernel sanitize clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -53,6 +54,9 @@ wheel: .venv/installed ## build a wheel with the kernels in dist/, for this and 
 hub-kernel: .venv/installed ## write dist/hub-kernel in the layout of the Hugging Face kernels package
 	@$(BIN)/python tools/hub_kernel.py
 
+lock: .venv/installed ## write requirements/ (hashes of all packages) and docs/licenses.md, from the package index
+	@$(BIN)/python tools/lock.py
+
 sanitize: .venv/installed ## run the kernel tests under AddressSanitizer and UndefinedBehaviorSanitizer
 	@$(BIN)/python tools/sanitize.py
 
@@ -65,7 +69,7 @@ clean: ## remove everything that the other targets create
 	@$(PYTHON) -m venv .venv
 
 # The stamp file is written only after a complete installation, so that an interrupted one is repeated.
-.venv/installed: pyproject.toml constraints.txt setup.py $(KERNELS) | .venv/bin/python
+.venv/installed: pyproject.toml $(CONSTRAINTS) setup.py $(KERNELS) | .venv/bin/python
 	@echo "Installing into .venv (a minute or two the first time) ..."
 	@$(PIP_INSTALL) -e '.[lab,speech,dev]'
 	@touch $@

@@ -287,8 +287,8 @@ def transcribe(run: str, files: list[str], beams: int = 4) -> None:
 def synthesize(metadata: str, out: str, voices: str = "en-us", clips: int | None = None) -> None:
     """Create a speech data set in LJSpeech format from transcripts.
 
-    Speech is synthesized by espeak-ng (needs the extra `speech`). Rerun the same command with the same OUT to resume
-    after an interruption.
+    Speech is synthesized by espeak-ng (needs the extra `speech`), which has the license GPL-3.0-or-later and runs in a
+    separate process. Rerun the same command with the same OUT to resume after an interruption.
 
     Example: subquad synthesize metadata.csv spoken --voices en-us,en-gb
 

@@ -1,7 +1,8 @@
 """Reproducible speech synthesis by espeak-ng, from the optional package `espeakng-loader`.
 
 The library keeps state between calls that cannot be reset, so each text is synthesized in a fork of a process that has
-not synthesized anything yet. This module is that process, `python -m subquad_lab.data.espeak`, and its client:
+not synthesized anything yet. This module is that process, `python -m subquad_lab.data.espeak`, and its client. Only
+that process loads espeak-ng, whose license is GPL-3.0-or-later:
 
     a line of JSON: text, voice, speed, pitch  ->  the number of bytes (4, little endian), then 16-bit samples
 """

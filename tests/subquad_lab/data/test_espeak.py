@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -73,6 +74,15 @@ def test_nothing_is_imported_from_the_current_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with Speaker() as speaker:
         assert speaker.say("one")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the loaded libraries are read from /proc")
+def test_only_the_other_process_loads_the_library():
+    with Speaker() as speaker:
+        assert speaker.say("one")
+        espeak.voices()
+        assert "espeak-ng" in Path(f"/proc/{speaker.process.pid}/maps").read_text()
+        assert "espeak-ng" not in Path("/proc/self/maps").read_text()
 
 
 def test_an_answer_that_ends_too_soon_is_said(monkeypatch):
