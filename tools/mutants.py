@@ -10,6 +10,7 @@ survives. The exit code is 1 if fewer than 90 % are caught, and 2 if the tests f
 """
 
 import argparse
+import gc
 import json
 import os
 import resource
@@ -237,6 +238,7 @@ def main() -> int:
         for name in ("torch", "torch._dynamo", "numpy", "pytest", "hypothesis"):  # Import once, before forking.
             import_module(name)
         sys.modules["torch"].set_num_threads(1)  # A forked process has no other threads.
+        gc.freeze()  # A forked process does not examine what it has inherited.
         paths = [LIBRARY / name for name in ([options.only] if options.only else CORE)]
         if not (recorded := record(TESTS, paths)):
             return 2

@@ -280,7 +280,7 @@ def test_segments_go_on_from_a_state() -> None:
     q, k, v = (x[None] for x in inputs(180))
     segments = torch.tensor([3] * 75 + [4] * 61 + [9] * 44)[None]
     whole = attended(SMALL, q, k, v, segments=segments)[0]
-    for pieces in ([30, 150], [75, 105], [90, 15, 75], [50, 1, 1, 128], [180]):
+    for pieces in ([30, 150], [75, 105], [90, 15, 75], [50, 1, 1, 128], [75, 1, 1, 103], [180]):
         found, _ = resumed(SMALL, q, k, v, pieces=pieces, segments=segments)
         torch.testing.assert_close(found, whole, rtol=1e-9, atol=1e-9)
 
