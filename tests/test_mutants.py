@@ -18,10 +18,30 @@ FILES = [
     ROOT / "src/subquad/attention.py",
     *sorted(x for name in FOLDERS for x in (ROOT / "src/subquad" / name).rglob("*.py")),
 ]
-spec = spec_from_file_location("mutations", ROOT / "tools/mutations.py")
-mutations = module_from_spec(spec)
-spec.loader.exec_module(mutations)
+
+
+def load_tool(name):
+    spec = spec_from_file_location(name, ROOT / f"tools/{name}.py")
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+mutations, executed_lines = load_tool("mutations"), load_tool("executed_lines")
 find_places, make_mutants, mutate = mutations.find_places, mutations.make_mutants, mutations.mutate
+
+
+def run_python(folder, code, *arguments):
+    """Run code in another process that finds the tools and the modules of a folder; pytest loads no plugins there."""
+    path = os.pathsep.join([str(folder), str(ROOT / "tools")])
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        env={**os.environ, "PYTHONPATH": path, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
 
 
 def changes(source: str, folder: Path) -> set[str]:
@@ -134,43 +154,128 @@ def test_text_of_the_library_stays():
 VERDICTS = """
 import json, sys
 from pathlib import Path
-import pytest
-from mutants import run
+import mutants, pytest
 from mutations import Mutant
 
-seconds, *sources = sys.argv[1:]
-mutants = [Mutant(Path("subquad/deep/core.py").resolve(), 1, "", "", source.encode()) for source in sources]
-stages = [(["test_quick.py"], float(seconds)), (["test_slow.py"], float(seconds))]
-print(json.dumps({mutant.source.decode(): code for mutant, code in run(mutants, stages, jobs=2)}))
+core, *tests = (Path(name).resolve() for name in ("subquad/deep/core.py", "test_slow.py", "test_quick.py", "test_3.py"))
+recorded = mutants.record(tests, [core])
+mutants.TIMEOUT_FACTOR, mutants.TIMEOUT_SECONDS = 0, 1.5
+changes = [json.loads(argument) for argument in sys.argv[1:]]
+made = [Mutant(core, line, old, new, core.read_text().replace(old, new).encode()) for line, old, new in changes]
+codes = {f"{mutant.line}: {mutant.after}": code for mutant, code in mutants.run(made[:-1], recorded, jobs=2)}
+mutants.HANG_SECONDS = 1
+codes |= {f"{mutant.line}: {mutant.after}": code for mutant, code in mutants.run(made[-1:], recorded, jobs=2)}
+print(json.dumps([{each.tests.name: sorted(each.lines[str(core)]) for each in recorded}, codes]))
+"""
+LIBRARY = """def twice(x):
+    return x * 2
+
+
+def thrice(x):
+    return x * 3
+
+
+def unused(x):
+    return x * 4
+"""
+TEST = """
+from time import process_time
+from subquad.deep.core import {name}
+
+def test():
+    assert {name}({x}) == {expected}
+    begin = process_time()
+    while process_time() < begin + {seconds}: pass
 """
 
 
-@pytest.mark.parametrize(
-    ("seconds", "expected"),
-    [
-        (60, {"twice = lambda x: x * 2": 0, "twice = lambda x: x - 2": 1, "twice = lambda x: x + 2": 2}),
-        (0.5, {"while True: pass": -signal.SIGALRM}),
-    ],
-    ids=["tests", "time"],
-)
-def test_verdicts(seconds, expected, tmp_path):
-    """On a library of one function, in a process that never loads torch."""
+def test_verdicts(tmp_path):
+    """On a library of three functions, in a process that never loads torch."""
     (tmp_path / "subquad/deep").mkdir(parents=True)
     (tmp_path / "subquad/__init__.py").touch()
     (tmp_path / "subquad/deep/__init__.py").touch()
-    (tmp_path / "subquad/deep/core.py").write_text("raise ImportError('not the mutant')")
-    for name, number in (("quick", 2), ("slow", 3)):
-        test = f"from subquad.deep.core import twice\n\ndef test():\n    assert twice({number}) == {2 * number}"
+    (tmp_path / "subquad/deep/core.py").write_text(LIBRARY)
+    for name, *values in (("slow", "twice", 3, 6, 0.4), ("quick", "twice", 2, 4, 0), ("3", "thrice", 5, 15, 0.2)):
+        test = TEST.format(**dict(zip(("name", "x", "expected", "seconds"), values, strict=True)))
         (tmp_path / f"test_{name}.py").write_text(test)
-    found = subprocess.run(
-        [sys.executable, "-c", VERDICTS, str(seconds), *expected],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT / "tools")])},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert json.loads(found.stdout) == expected
+    expected = [
+        ((2, "x * 2", "2 * x"), 0),
+        ((2, "x * 2", "x - 2"), 1),  # in the quick test
+        ((2, "x * 2", "x + 2"), 1),  # in the slow test
+        ((6, "x * 2", "x - 2"), 0),  # Only the third test executes this line, and it does not execute the change.
+        ((10, "x * 4", "x * 5"), None),
+        ((2, "x * 2", "any(iter(int, 1))"), -signal.SIGPROF),
+        ((2, "x * 2", "__import__('time').sleep(2) or x * 2"), 0),  # Waiting does not count as processor time.
+        ((2, "x * 2", "__import__('time').sleep(60)"), -signal.SIGALRM),
+    ]
+    found = run_python(tmp_path, VERDICTS, *(json.dumps(change) for change, _ in expected))
+    recorded, codes = json.loads(found.stdout.splitlines()[-1])
+    definitions = {1, 5, 9}  # which an import executes
+    lines = {"test_quick.py": {2}, "test_3.py": {6}, "test_slow.py": {2}}  # the quickest first
+    assert [(name, set(numbers)) for name, numbers in recorded.items()] == [
+        (name, definitions | numbers) for name, numbers in lines.items()
+    ]
+    assert codes == {f"{line}: {new}": code for (line, _, new), code in expected}
+
+
+def test_failing_tests_are_named_before_any_mutation(tmp_path):
+    (tmp_path / "test_wrong.py").write_text("def test():\n    assert False")
+    code = "from pathlib import Path; import mutants; print(mutants.record([Path('test_wrong.py')], []))"
+    found = run_python(tmp_path, code)
+    assert found.stdout == "[]\n"
+    assert found.stderr.startswith("Fails without any mutation") and "python -m pytest test_wrong.py" in found.stderr
+
+
+EXECUTED = """
+import sys, threading
+from pathlib import Path
+import torch
+from executed_lines import record_lines
+
+path = Path("sample.py").resolve()
+lines = record_lines([path])
+import sample
+sample.called(torch.ones(1))
+threading.Thread(target=sample.in_thread).start()
+torch.compile(sample.compiled, backend="eager", fullgraph=True)(torch.ones(1))
+print(*sorted(lines[str(path)]))
+"""
+SAMPLE = """
+def called(x):
+    if x > 2:
+        return x
+    return -x
+
+def in_thread():
+    return 1
+
+def compiled(x):
+    return inlined(x)
+
+def inlined(x):
+    return x + 1
+
+def unused():
+    return 2
+"""
+
+
+def test_executed_lines_include_threads_and_compiled_functions(tmp_path):
+    (tmp_path / "sample.py").write_text(SAMPLE)
+    found = run_python(tmp_path, EXECUTED)
+    executed = {int(number) for number in found.stdout.split()}
+    source = SAMPLE.splitlines()
+    expected = {"    if x > 2:", "    return -x", "    return 1", "    return inlined(x)", "    return x + 1"}
+    assert {source[number - 1] for number in executed if source[number - 1].startswith(" ")} == expected
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [(1, {1, 2}), (2, {1, 2}), (3, {3, 6}), (4, {4, 5}), (5, {4, 5}), (6, {3, 6}), (7, {7})],
+)
+def test_lines_of_a_statement(line, expected):
+    source = b"def f(a,\n      b=1):\n    if (a\n        ):x = (1,\n            2)\n    else:\n        x = 3\n"
+    assert executed_lines.statement_lines(source, line) == expected
 
 
 NAMES = """
@@ -182,10 +287,7 @@ print(json.dumps([named, sorted(SPARED_FILES)]))
 
 
 def test_every_file_of_the_core_is_planted_by_its_full_name():
-    found = subprocess.run(
-        [sys.executable, "-c", NAMES], cwd=ROOT / "tools", capture_output=True, text=True, check=True
-    ).stdout
-    named, spared = json.loads(found)
+    named, spared = json.loads(run_python(ROOT / "tools", NAMES).stdout)
     names, labels, modules = zip(*named, strict=True)
     assert sorted(ROOT / "src/subquad" / name for name in (*names, *spared)) == sorted(FILES)
     assert labels == names and len(set(modules)) == len(modules)

@@ -2,66 +2,83 @@
 
     python tools/mutants.py [--count 200] [--seed 0] [--jobs 2] [--only attention.py] [--out FILE]
 
-A mutant is the library with one expression changed (see `mutations.py`). Each mutant runs the fast tests in its own
-process and, if it survives, the slow tests. It is caught if a test fails, if the process crashes, or if it takes far
-longer than without the change. The exit code is 1 if fewer than 90 % are caught, and 2 if the tests fail without a
-mutation.
+A mutant is the library with one expression changed (see `mutations.py`). First every test file runs once without a
+mutation, while `executed_lines.py` records which lines of the library it executes. Then each mutant runs the test files
+that execute its line, the quickest first, each in its own process. It is caught if a test fails, if the process
+crashes, or if it takes far more processor time than without the change. A mutant in a line that no test executes
+survives. The exit code is 1 if fewer than 90 % are caught, and 2 if the tests fail without a mutation.
 """
 
 import argparse
+import gc
+import json
 import os
 import resource
 import signal
 import sys
 import tempfile
-import time
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from importlib import import_module
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from importlib.util import spec_from_file_location
 from pathlib import Path
 from types import CodeType
+from typing import NamedTuple
 
+from executed_lines import Lines, record_lines, statement_lines
 from mutations import Mutant, make_mutants
 from rich.progress import Progress
 
 ROOT = Path(__file__).resolve().parents[1]
 LIBRARY = ROOT / "src/subquad"
-# Not mutated: code that affects only speed and predicted cost, and native calls, which tests compare to torch.
 SPARED_FILES = {
-    "methods/error_estimate.py", "methods/series_error.py", "_engines/decoder.py",
-    *(f"_engines/features/{name}.py" for name in (
-        "choose_form", "double_backward", "fused", "native_call", "operators", "schedule")),
+    # They decide which of several equal ways is the fastest: in which form, chunks and threads.
+    "_engines/features/choose_form.py", "_engines/features/schedule.py",
+    # Predicted errors, for the planner. The tests of planning, which time processes of their own, do not run here.
+    "methods/error_estimate.py", "methods/series_error.py",
+}  # fmt: skip
+PLANNING_TESTS = {
+    f"test_{name}.py"
+    for name in (
+        "auto", "cache", "calibration", "cost", "error", "far_range", "multipole_cost", "native_status", "plan",
+        "sample", "sparse_cost",
+    )
 }  # fmt: skip
 FILES = [LIBRARY / "attention.py", *(
     path for folder in ("methods", "_calls", "_engines") for path in sorted((LIBRARY / folder).rglob("*.py")))
 ]  # fmt: skip
 CORE = [name for path in FILES if (name := path.relative_to(LIBRARY).as_posix()) not in SPARED_FILES]
-QUICK = ["tests/test_tiny.py"]
-SLOW = [
-    f"tests/subquad/test_{name}.py"
-    for name in (
-        "attention",
-        "decoding",
-        "degenerate",
-        "export",
-        "features",
-        "forms",
-        "masks",
-        "multipole",
-        "sdpa",
-        "state",
-        "window",
-        "block_sparse",
-    )
-]
+TESTS = [ROOT / "tests/test_tiny.py", *(
+    path for path in sorted((ROOT / "tests/subquad").glob("test_*.py")) if path.name not in PLANNING_TESTS)
+]  # fmt: skip
 GOAL = 0.9
-TIMEOUT_FACTOR, TIMEOUT_SECONDS = 5, 20  # Time limit: this multiple of the normal time, at least this many seconds.
-MEMORY_BYTES = 8 << 30  # of address space; the tests need one eighth of it
-OUTCOMES = {0: "survived", 1: "quick tests", 2: "slow tests", -signal.SIGALRM: "time-out"}  # by exit code
+# Limit of processor time, on which other processes have no influence: a multiple of the time without a mutation.
+TIMEOUT_FACTOR, TIMEOUT_SECONDS = 3, 20
+HANG_SECONDS = 900  # limit of wall-clock time, for a process that waits forever
+MEMORY_BYTES = 8 << 30  # of address space; the tests need one eighth of it, except this one
+LARGE_TEST = "tests/subquad/test_native.py::test_strides_beyond_32_bits"
+OUTCOMES = {
+    None: "not executed", 0: "survived", 1: "failed tests", -signal.SIGPROF: "time-outs", -signal.SIGALRM: "hangs",
+}  # fmt: skip
 
-Stages = Sequence[tuple[list[str], float]]  # tests, and their time limit in seconds
+
+class Recorded(NamedTuple):
+    """What a test file did without a mutation."""
+
+    tests: Path
+    seconds: float  # of processor time, while recording
+    lines: Lines
+
+
+class Verdict(NamedTuple):
+    mutant: Mutant
+    code: int | None  # exit code of the last test file: 0 if all pass, None if none executes the line
+
+    @property
+    def outcome(self) -> str:
+        return OUTCOMES.get(self.code, "crashes")
 
 
 def module_of(path: Path) -> str:
@@ -90,89 +107,121 @@ class Planted(SourceFileLoader):
         return compile(self.source, self.path, "exec")
 
 
-def start(mutant: Mutant | None, stages: Stages) -> int:
-    """Fork a process that runs the tests of each stage until one fails, and return its id.
+def start(body: Callable[[], int], seconds: float) -> int:
+    """Fork a process that ends with the exit code that `body` returns, and return its id.
 
-    The exit code is the number of the failing stage, or 0. The parent process has loaded torch but not the library.
+    The parent process has loaded torch but not the library.
     """
     if process := os.fork():
         return process
-
-    def fails(tests: list[str], seconds: float) -> bool:
-        signal.setitimer(signal.ITIMER_REAL, seconds)  # SIGALRM ends the process even if it hangs.
-        return import_module("pytest").main([*tests, "-x", "-q", "-p", "no:cacheprovider"]) != 0
-
     code = 1
     try:
         null = os.open(os.devnull, os.O_RDWR)
         for stream in range(3):
             os.dup2(null, stream)
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-        if mutant is not None:
-            sys.meta_path.insert(0, Planted(module_of(mutant.path), mutant))
-        code = next((number for number, stage in enumerate(stages, 1) if fails(*stage)), 0)
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # SIGPROF and SIGALRM end the process even if it hangs.
+        signal.setitimer(signal.ITIMER_REAL, HANG_SECONDS)
+        code = body()
     finally:
         os._exit(code)
 
 
-def run(mutants: Sequence[Mutant], stages: Stages, jobs: int) -> Iterator[tuple[Mutant, int]]:
-    """Yield each mutant with its exit code, running `jobs` at a time."""
-    waiting, running = list(reversed(mutants)), {}
+def test(path: Path) -> int:
+    options = ["-x", "-q", "-p", "no:cacheprovider", "--deselect", LARGE_TEST]
+    return int(import_module("pytest").main([str(path), *options]) != 0)
+
+
+def test_mutant(path: Path, mutant: Mutant) -> int:
+    sys.meta_path.insert(0, Planted(module_of(mutant.path), mutant))
+    return test(path)
+
+
+def test_recorded(path: Path, sources: Sequence[Path], out: Path) -> int:
+    lines = record_lines(sources)
+    code = test(path)
+    sys.settrace(None)
+    out.write_text(json.dumps({name: sorted(found) for name, found in lines.items()}))
+    return code
+
+
+def record(tests: Sequence[Path], sources: Sequence[Path]) -> list[Recorded]:
+    """Run each test file without a mutation and return what it did, the quickest first; empty if one fails."""
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "lines.json"
+        for path in tests:
+            process = start(partial(test_recorded, path, sources, out), HANG_SECONDS)
+            _, status, usage = os.wait4(process, 0)
+            if status != 0:
+                limits = f"{HANG_SECONDS} s and {MEMORY_BYTES >> 30} GiB of address space"
+                print(f"Fails without any mutation, within {limits}: python -m pytest {path}", file=sys.stderr)
+                return []
+            lines = {name: set(numbers) for name, numbers in json.loads(out.read_text()).items()}
+            found.append(Recorded(path, usage.ru_utime + usage.ru_stime, lines))
+            print(f"{found[-1].seconds:.1f} s of processor time: {path.name}", flush=True)
+    return sorted(found, key=lambda recorded: recorded.seconds)
+
+
+def run(mutants: Sequence[Mutant], recorded: Sequence[Recorded], jobs: int) -> Iterator[Verdict]:
+    """Yield the verdict on each mutant, running `jobs` test files at a time."""
+
+    def reaching(mutant: Mutant) -> list[Recorded]:
+        lines = statement_lines(mutant.path.read_bytes(), mutant.line)
+        return [each for each in recorded if lines & each.lines[str(mutant.path)]]
+
+    running: dict[int, tuple[Mutant, list[Recorded]]] = {}
+    waiting = deque((mutant, reaching(mutant)) for mutant in mutants)
+    yield from (Verdict(mutant, None) for mutant, tests in waiting if not tests)
+    waiting = deque((mutant, tests) for mutant, tests in waiting if tests)
     while waiting or running:
         while waiting and len(running) < jobs:
-            mutant = waiting.pop()
-            running[start(mutant, stages)] = mutant
+            mutant, (first, *later) = waiting.popleft()
+            seconds = max(TIMEOUT_SECONDS, TIMEOUT_FACTOR * first.seconds)
+            running[start(partial(test_mutant, first.tests, mutant), seconds)] = mutant, later
         process, status = os.wait()
-        yield running.pop(process), os.waitstatus_to_exitcode(status)
+        mutant, later = running.pop(process)
+        code = os.waitstatus_to_exitcode(status)
+        if code == 0 and later:
+            waiting.appendleft((mutant, later))
+        else:
+            yield Verdict(mutant, code)
 
 
-def measured(groups: Sequence[list[str]]) -> Stages:
-    """Return each group of tests with its time limit, from a run without mutations; empty if that run fails."""
-    stages = []
-    for tests in groups:
-        begin = time.monotonic()
-        start(None, [(tests, 600)])
-        if os.wait()[1] != 0:
-            print("They fail, or take too long, without any mutation: python -m pytest", *tests, file=sys.stderr)
-            return []
-        seconds = time.monotonic() - begin
-        print(f"{seconds:.1f} s without a mutation: {' '.join(tests)}", flush=True)
-        stages.append((tests, max(TIMEOUT_SECONDS, TIMEOUT_FACTOR * seconds)))
-    return stages
-
-
-def shown(results: Iterator[tuple[Mutant, int]], total: int) -> Iterator[tuple[Mutant, int]]:
-    """Pass the results through and show progress: a bar on a terminal, otherwise a line for each."""
+def shown(verdicts: Iterator[Verdict], total: int) -> Iterator[Verdict]:
+    """Pass the verdicts through and show progress: a bar on a terminal, otherwise a line for each."""
     terminal = sys.stdout.isatty()
     # Do not refresh in a thread: a process forked meanwhile would inherit its locks.
     with Progress(*Progress.get_default_columns(), auto_refresh=False, disable=not terminal) as bar:
         task = bar.add_task("mutants", total=total)
-        for number, (mutant, code) in enumerate(results, 1):
+        for number, verdict in enumerate(verdicts, 1):
+            mutant = verdict.mutant
             if terminal:
                 bar.update(task, advance=1, refresh=True)
             else:
-                outcome = OUTCOMES.get(code, "crash")
-                print(f"{number}/{total} {label_of(mutant.path)}:{mutant.line} {outcome}", flush=True)
-            yield mutant, code
+                print(f"{number}/{total} {label_of(mutant.path)}:{mutant.line} {verdict.outcome}", flush=True)
+            yield verdict
 
 
-def report(results: Sequence[tuple[Mutant, int]], seed: int) -> str:
-    """Return a Markdown report: how many mutants were caught, by file and by stage, and the survivors."""
-    of, caught = (Counter(label_of(m.path) for m, code in results if code or every) for every in (True, False))
-    by = Counter(OUTCOMES.get(code, "crash") for _, code in results if code)
-    survivors = [mutant for mutant, code in results if not code]
-    share = caught.total() / of.total()
+def report(verdicts: Sequence[Verdict], seed: int) -> str:
+    """Return a Markdown report: how many mutants were caught, by file and by outcome, and the survivors."""
+    of = Counter(label_of(mutant.path) for mutant, _ in verdicts)
+    caught = Counter(label_of(mutant.path) for mutant, code in verdicts if code)
+    by = Counter(verdict.outcome for verdict in verdicts if verdict.code)
     lines = [
         "# Mutants\n",
-        f"Caught: {caught.total()} of {of.total()}, {share:.1%}, with seed {seed}; the goal is {GOAL:.0%}. "
-        f"By {', '.join(f'{name}: {count}' for name, count in by.most_common())}.\n",
+        f"Caught: {caught.total()} of {of.total()}, {caught.total() / of.total():.1%}, with seed {seed}; "
+        f"the goal is {GOAL:.0%}. By {', '.join(f'{name}: {count}' for name, count in by.most_common())}.\n",
         "| file | caught | of |\n|---|---:|---:|",
         *(f"| {name} | {caught[name]} | {of[name]} |" for name in of),
     ]
-    if survivors:
-        lines += ["\nSurvivors:\n\n```text"]
-        lines += [f"{label_of(m.path)}:{m.line}\n    {m.before}\n -> {m.after}" for m in survivors] + ["```"]
-    return "\n".join(lines)
+    survivors = [
+        f"{label_of(mutant.path)}:{mutant.line}{'' if code == 0 else ' (not executed)'}\n"
+        f"    {mutant.before}\n -> {mutant.after}"
+        for mutant, code in verdicts
+        if not code
+    ]
+    return "\n".join([*lines, *(["\nSurvivors:\n\n```text", *survivors, "```"] if survivors else [])])
 
 
 def main() -> int:
@@ -192,16 +241,17 @@ def main() -> int:
         for name in ("torch", "torch._dynamo", "numpy", "pytest", "hypothesis"):  # Import once, before forking.
             import_module(name)
         sys.modules["torch"].set_num_threads(1)  # A forked process has no other threads.
-        if not (stages := measured([tests for tests in (QUICK, [*filter(os.path.exists, SLOW)]) if tests])):
-            return 2
+        gc.freeze()  # A forked process does not examine what it has inherited.
         paths = [LIBRARY / name for name in ([options.only] if options.only else CORE)]
+        if not (recorded := record(TESTS, paths)):
+            return 2
         mutants = make_mutants(paths, options.count, options.seed)
-        results = sorted(shown(run(mutants, stages, options.jobs), len(mutants)))
-    text = report(results, options.seed)
+        verdicts = sorted(shown(run(mutants, recorded, options.jobs), len(mutants)), key=lambda verdict: verdict.mutant)
+    text = report(verdicts, options.seed)
     print(text)
     if out:
         out.write_text(text + "\n")
-    return int(sum(code != 0 for _, code in results) < GOAL * len(results))
+    return int(sum(bool(code) for _, code in verdicts) < GOAL * len(verdicts))
 
 
 if __name__ == "__main__":

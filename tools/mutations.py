@@ -37,7 +37,7 @@ DROPPED = {"abs", "clamp", "exp", "exp_", "reciprocal", "softmax", "sqrt", "squa
 
 # Sizes of blocks: any value gives correct results.
 TUNING = {"FEW_TOKENS", "BLOCK_ROWS", "TILE_ROWS", "SPARE_KEYS", "MAX_CANDIDATE_FEATURES", "CANDIDATE_COUNTS"}
-# Used by the planner only: covered by the tests of cost and plan, which take too long here.
+# Used by the planner only, whose tests do not run here.
 PLANNING = {"traits", "candidates", "label", "warning", "error", "relative_variance"}
 WORDING = {"hint", "made"}  # parts of error messages
 # `strict` guards against errors that callers cannot cause, and the tests run on one device only.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from calls import INF, NAN, attended, normal_inputs, relative, resumed, same_bits, with_gradients
-from subquad import Exact, Multipole, attention, native
+from subquad import Decoder, Exact, Multipole, attention, native
 from subquad._calls.call import Call
 from subquad._engines import run
 from subquad._engines.multipole.bisection import like_order
@@ -280,7 +280,7 @@ def test_segments_go_on_from_a_state() -> None:
     q, k, v = (x[None] for x in inputs(180))
     segments = torch.tensor([3] * 75 + [4] * 61 + [9] * 44)[None]
     whole = attended(SMALL, q, k, v, segments=segments)[0]
-    for pieces in ([30, 150], [75, 105], [90, 15, 75], [50, 1, 1, 128], [180]):
+    for pieces in ([30, 150], [75, 105], [90, 15, 75], [50, 1, 1, 128], [75, 1, 1, 103], [180]):
         found, _ = resumed(SMALL, q, k, v, pieces=pieces, segments=segments)
         torch.testing.assert_close(found, whole, rtol=1e-9, atol=1e-9)
 
@@ -325,6 +325,38 @@ def test_a_state_is_little_larger_than_its_keys() -> None:
     q, k, v = normal_inputs(1, 1, n=4000, d=64, e=64)
     _, state = attention(q, k, v, is_causal=True, method="multipole", return_state=True)
     assert k.nbytes + v.nbytes < state.nbytes < 1.3 * (k.nbytes + v.nbytes)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "e", "scale", "is_direct"),
+    [
+        (torch.float32, 16, None, True),
+        (torch.float64, 32, -1.0, True),
+        (torch.float32, 16, 1.5, False),
+        (torch.float32, 16, -1.5, False),
+        (torch.float32, 5, None, False),
+        (torch.bfloat16, 16, None, False),
+    ],
+)
+def test_a_decoder_continues_the_sequence(dtype, e, scale, is_direct, groups) -> None:
+    """Through finished segments, with tokens that the kernel takes as they are and others."""
+    q, _, _ = normal_inputs(1, 4, n=130, d=6, dtype=dtype)
+    _, k, v = normal_inputs(1, 2, n=130, d=6, e=e, dtype=dtype, seed=1)
+    options = dict(is_causal=True, enable_gqa=True, scale=scale, method=SMALL)
+    expected = attention(*(x.double() for x in (q, k, v)), **options)
+    _, state = attention(*(x[:, :, :40] for x in (q, k, v)), return_state=True, **options)
+    decoder, outputs, states = Decoder(state, scale=scale, enable_gqa=True), [], []
+    for i in range(40, 130):
+        outputs.append(decoder(*(x[:, :, i : i + 1] for x in (q, k, v))))
+        states.append(decoder.state)
+    assert outputs[0].dtype == dtype
+    assert (decoder._steps is not None) == (is_direct and native.available())
+    tolerance = {torch.float32: 1e-4, torch.float64: 1e-9, torch.bfloat16: 5e-2}[dtype]
+    torch.testing.assert_close(torch.cat(outputs, 2).double(), expected[:, :, 40:], rtol=tolerance, atol=tolerance)
+    assert [state.length for state in states] == list(range(41, 131))
+    for i in (41, 77, 100):  # A state is a copy: what the decoder did since has not changed it.
+        rest = attention(*(x[:, :, i:] for x in (q, k, v)), state=states[i - 41], **options)
+        torch.testing.assert_close(rest.double(), expected[:, :, i:], rtol=tolerance, atol=tolerance)
 
 
 @needs_kernels

@@ -7,6 +7,7 @@ share a head, the two ways to compute (sums and pairs), instruction sets, stride
 import ctypes
 import json
 import os
+import pickle
 import subprocess
 import sys
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from calls import INF, METHODS, attended, normal_inputs, relative, with_gradients
-from subquad import Decoder, Linear, RandomFeatures, Separable, Taylor, attention, native
+from subquad import Decoder, Linear, Multipole, RandomFeatures, Separable, Taylor, Window, attention, native
 from subquad._engines.features.fused import numbers_of, turned
 from subquad._engines.features.method_kernel import kernel_of
 from subquad._engines.features.native_call import Numbers, Operands
@@ -257,6 +258,26 @@ def test_decoder_is_attention_token_by_token(name, group) -> None:
     rest = [x[:, :, 36:] for x in (q, k, v)]
     again = attention(*rest, is_causal=True, method=method, enable_gqa=True, state=middle)
     torch.testing.assert_close(again, whole[:, :, 36:], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("method", [Taylor(2), Window(6, 2), Multipole(window=5)], ids=str)
+def test_decoder_takes_steps_unless_a_token_needs_the_general_path(method) -> None:
+    q, k, v = inputs_of(((2, 2), 2, 12, 4, 16), torch.float32)
+    _, state = attention(
+        *(x[:, :, :8] for x in (q, k, v)), is_causal=True, method=method, enable_gqa=True, return_state=True
+    )
+    tokens = [x[:, :, 8:9] for x in (q, k, v)]
+    for own in (state, state[torch.arange(2)], pickle.loads(pickle.dumps(state))):  # Copies have no room for steps yet.
+        expected = attention(*tokens, is_causal=True, method=method, enable_gqa=True, state=own)
+        decoder = Decoder(own, enable_gqa=True)
+        torch.testing.assert_close(decoder(*tokens), expected, rtol=1e-4, atol=1e-5)
+        assert decoder._steps is not None and decoder.state.length == 9
+    plain = Decoder(state)
+    expected = attention(tokens[0][:, :2], *tokens[1:], is_causal=True, method=method, state=state)
+    torch.testing.assert_close(plain(tokens[0][:, :2], *tokens[1:]), expected, rtol=1e-4, atol=1e-5)
+    assert plain._steps is not None
+    with pytest.raises(ValueError, match="enable_gqa"):
+        Decoder(state)(*tokens)
 
 
 def test_decoder_remembers_what_is_not_finite() -> None:

@@ -80,7 +80,7 @@ class SeparableKernel(Kernel):
         own = (logs - top).exp()  # (b, n, c): the weight of a row's own key
         normalizer, factors = own, []
         for level in levels:
-            factor = (level.top - level.reader_half(top)).clamp(max=0.0).exp()  # (b, s, h, c)
+            factor = (level.top - level.reader_half(top)).exp()  # (b, s, h, c), at most 1 where it may be read
             factor = factor if level.may_read is None else torch.where(level.may_read, factor, 0.0)
             factors.append(factor)
             part = factor * level.sent.sum(-2, keepdim=True)
@@ -159,7 +159,7 @@ def _shares(q: Tensor, top: Tensor, normalizer: Tensor, around: Around) -> tuple
     decays = []
     for sums, may_read in around:
         assert sums.log_scale is not None
-        decay = (sums.log_scale[:, None] - top).clamp(max=0.0).exp()
+        decay = (sums.log_scale[:, None] - top).exp()  # at most 1 where it may be read
         decays.append(decay if may_read is None else torch.where(may_read[..., None], decay, 0.0))
         normalizer = normalizer + decays[-1] * sums.values[:, None, :, -1]
     return q.softmax(-1) * inverse(normalizer)[:, None], decays
