@@ -13,7 +13,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Literal
 
-from subquad_lab import RunError, UsageError
+from subquad_lab import RunError, UsageError, one_line
 from subquad_lab.training.interruption import Interrupted
 
 
@@ -388,8 +388,8 @@ def _check_command(given: Sequence[str]) -> None:
 
 
 def complain(message: object) -> None:
-    """Print an error as a single line; the parser's own messages can span several."""
-    print("subquad: error:", " ".join(str(message).split()), file=sys.stderr)
+    """Print an error as a single line; the parser's own messages can span several, and names can hold anything."""
+    print("subquad: error:", one_line(message), file=sys.stderr)
 
 
 def _how_to_install(error: ModuleNotFoundError) -> str:
@@ -414,7 +414,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         complain(_how_to_install(error))
         return 1
     given = list(sys.argv[1:] if arguments is None else arguments)
-    warnings.showwarning = lambda message, *_: print(f"subquad: warning: {message}", file=sys.stderr)
+    warnings.showwarning = lambda message, *_: print(f"subquad: warning: {one_line(message)}", file=sys.stderr)
     try:
         try:
             _check_command(given)

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from subquad_lab import RunError, UsageError
+from subquad_lab import RunError, UsageError, one_line
 from subquad_lab.experiments.images import Images
 from subquad_lab.experiments.stored import chosen, trained
+from subquad_lab.system.regular_file import open_regular
 
 # Formats that Pillow decodes itself; for others it may start programs such as Ghostscript.
 FORMATS = ("PNG", "JPEG", "BMP", "GIF", "PPM", "TIFF", "WEBP")
@@ -37,7 +38,7 @@ def run(folder: str, files: list[str]) -> None:
     if pictures:
         _predict(task, names, torch.stack(pictures))
     for reason in refused:
-        print("subquad: error:", " ".join(str(reason).split()), file=sys.stderr)
+        print("subquad: error:", one_line(reason), file=sys.stderr)
     if refused:
         raise RunError(f"{len(refused)} of {len(files)} images cannot be read")
 
@@ -66,16 +67,15 @@ def read_picture(path: Path, channels: int, height: int, width: int) -> Tensor:
     """Return bytes (channels, height, width), converted to the color mode and size of the model's training images."""
     from PIL import Image
 
-    if not path.is_file():
-        got = f"the folder {path}" if path.is_dir() else f"{path}, which does not exist"
-        raise UsageError(f"IMAGES: expected image files, got {got}")
     try:
-        with Image.open(path, formats=FORMATS) as picture:
+        with open_regular(path) as file, Image.open(file, formats=FORMATS) as picture:
             limit = Image.MAX_IMAGE_PIXELS or 0
             if picture.width * picture.height > limit:
                 raise ValueError(f"expected at most {limit:,} pixels, got {picture.width} x {picture.height}")
             made = of_8_bits(picture).convert("RGB" if channels == 3 else "L")
             made = made.resize((width, height), Image.Resampling.BILINEAR)
+    except OSError as error:
+        raise UsageError(f"IMAGES: cannot read {path}: {error.strerror or error}") from error
     except Exception as error:  # An image decoder can raise anything.
         raise UsageError(f"IMAGES: {path} cannot be read as an image: {error or type(error).__name__}") from error
     return torch.frombuffer(bytearray(made.tobytes()), dtype=torch.uint8).view(height, width, channels).permute(2, 0, 1)

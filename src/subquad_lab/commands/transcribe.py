@@ -5,7 +5,7 @@ from pathlib import Path
 
 import soundfile
 
-from subquad_lab import UsageError
+from subquad_lab import UsageError, one_line
 from subquad_lab.data.sound import RATE, read_sound
 from subquad_lab.data.speech import text_of
 from subquad_lab.data.utterances import Usual, heard
@@ -36,7 +36,7 @@ def run(folder: str, files: list[str], beams: int) -> None:
             transcribe(config, model, Path(file), usual, longest, beams)
         except ValueError as error:
             failed.append(file)
-            print(f"subquad: warning: {error}", file=sys.stderr)
+            print(f"subquad: warning: {one_line(error)}", file=sys.stderr)
     if failed:
         raise UsageError(f"FILES: {len(failed)} of {len(files)} could not be transcribed: {', '.join(failed)}")
 

@@ -17,6 +17,8 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from subquad_lab import UsageError
+from subquad_lab.system.memory import room
+from subquad_lab.system.regular_file import read_regular
 
 NAME = "subquad-watch"  # of the attention function registered with transformers
 MIN_TOKENS = 64  # for a meaningful error
@@ -101,7 +103,7 @@ def _first(error: Exception) -> str:
 def read(path: str) -> str:
     """Return the text in a file. This does not need the model, so a wrong file is found before the model is loaded."""
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return read_regular(path, room()).decode()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise UsageError(f"--text: cannot read {path}: {reason}") from error

@@ -8,11 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from subquad_lab import UsageError
+from subquad_lab.system.regular_file import read_regular
 
 try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
+
+
+MAX_JSON_BYTES = 1 << 26
 
 
 def write_whole(path: Path, content: bytes) -> None:
@@ -73,8 +77,10 @@ def locked(folder: Path, wait: bool = False) -> Iterator[None]:
 def read_json(path: Path) -> dict[str, Any]:
     """Read an object from a JSON file; errors name the file."""
     try:
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
+        content = json.loads(read_regular(path, MAX_JSON_BYTES))
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"{path}: not a valid JSON file: {error}") from error
     if not isinstance(content, dict):
         raise UsageError(f"{path}: expected an object, got {type(content).__name__}")

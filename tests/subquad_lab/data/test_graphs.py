@@ -378,7 +378,7 @@ def test_a_missing_file_is_named(file, tmp_path, cache):
         (dict(classes=np.array([0, 10**11, 0, 1, 0])), "classes: expected at most 255"),
         (dict(classes=np.array([0, 2**63 + 5, 0, 1, 0], np.uint64)), "classes: expected at most 255"),
         (dict(features=np.zeros(5)), r"features: expected numbers in 2 dimensions, got float64 \(5,\)"),
-        (dict(features=np.array([[object()]] * 5)), "is not a valid .npz file of numbers: Object arrays"),
+        (dict(features=np.array([[object()]] * 5)), "is not a valid .npz file of numbers: features.npy: Object arrays"),
     ],
 )
 def test_an_npz_that_is_no_graph_is_told(changes, message, tmp_path):
