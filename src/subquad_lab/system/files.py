@@ -74,10 +74,10 @@ def locked(folder: Path, wait: bool = False) -> Iterator[None]:
         os.close(handle)
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
     """Read an object from a JSON file; errors name the file."""
     try:
-        content = json.loads(read_regular(path, MAX_JSON_BYTES))
+        content = json.loads(read_regular(path, max_bytes))
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
