@@ -17,6 +17,8 @@ from subquad import Candidate
 from subquad.methods import Method, resolve
 from subquad_lab import UsageError
 from subquad_lab.figures.tables import Table
+from subquad_lab.system.memory import room
+from subquad_lab.system.regular_file import read_regular
 from subquad_lab.system.text import say
 
 PURPOSES = ("swap", "train")
@@ -108,13 +110,15 @@ def calibration_shown() -> Iterator[Callable[[int, int], None]]:
 def load_sample(path: str) -> tuple[Tensor, Tensor, Tensor]:
     """Load query, key and value from a safetensors file."""
     from safetensors import SafetensorError
-    from safetensors.torch import load_file
+    from safetensors.torch import load
 
     try:
-        tensors = load_file(path)
+        tensors = load(read_regular(path, room()))
     except FileNotFoundError:
         raise UsageError(f"--sample: no such file: {path}") from None
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
+        raise UsageError(f"--sample: cannot read {path}: {error.strerror}") from error
+    except (SafetensorError, KeyError) as error:  # KeyError: of a type that torch does not have
         raise UsageError(f"--sample: {path} is not a valid safetensors file: {error}") from error
     for names in NAMES:
         if all(name in tensors for name in names):

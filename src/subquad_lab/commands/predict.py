@@ -11,6 +11,7 @@ from subquad_lab import UsageError
 from subquad_lab.experiments.images import Images
 from subquad_lab.experiments.stored import chosen, trained
 from subquad_lab.options.files import refuse_files
+from subquad_lab.system.regular_file import open_regular
 from subquad_lab.system.text import say
 
 # Formats that Pillow decodes itself; for others it may start programs such as Ghostscript.
@@ -62,11 +63,8 @@ def read_picture(path: Path, channels: int, height: int, width: int) -> Tensor:
     """Return bytes (channels, height, width), converted to the color mode and size of the model's training images."""
     from PIL import Image
 
-    if not path.is_file():
-        got = f"the folder {path}" if path.is_dir() else f"{path}, which does not exist"
-        raise UsageError(f"IMAGES: expected image files, got {got}")
     try:
-        with Image.open(path, formats=FORMATS) as picture:
+        with open_regular(path) as file, Image.open(file, formats=FORMATS) as picture:
             limit = Image.MAX_IMAGE_PIXELS or 0
             if picture.width * picture.height > limit:
                 raise ValueError(f"expected at most {limit:,} pixels, got {picture.width} x {picture.height}")
@@ -74,6 +72,8 @@ def read_picture(path: Path, channels: int, height: int, width: int) -> Tensor:
             made = made.resize((width, height), Image.Resampling.BILINEAR)
     except MemoryError:
         raise
+    except OSError as error:
+        raise UsageError(f"IMAGES: cannot read {path}: {error.strerror or error}") from error
     except Exception as error:  # An image decoder can raise anything.
         raise UsageError(f"IMAGES: {path} cannot be read as an image: {error or type(error).__name__}") from error
     return torch.frombuffer(bytearray(made.tobytes()), dtype=torch.uint8).view(height, width, channels).permute(2, 0, 1)

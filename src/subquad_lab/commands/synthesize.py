@@ -18,7 +18,7 @@ from subquad_lab import UsageError
 from subquad_lab.data import espeak
 from subquad_lab.data.espeak import Speaker
 from subquad_lab.data.speech import SYNTHETIC, Transcript, transcripts
-from subquad_lab.system.files import locked, remove_leftovers, write_whole
+from subquad_lab.system.files import locked, read_json, remove_leftovers, write_whole
 from subquad_lab.system.text import printable, say, warn
 from subquad_lab.training.interruption import Interrupted, Interruption
 
@@ -84,7 +84,7 @@ def check_same(folder: Path, wanted: list[Transcript], voices: list[str]) -> Non
     if not any((folder / "wavs").iterdir()) and not (folder / "metadata.csv").exists():
         return
     try:
-        before, known = json.loads((folder / SYNTHETIC).read_text()), transcripts(folder / "metadata.csv")
+        before, known = read_json(folder / SYNTHETIC), transcripts(folder / "metadata.csv")
     except (OSError, ValueError) as error:
         raise UsageError(f"OUT: {folder} holds other files; use a new folder") from error
     if before != json.loads(json.dumps(settings(voices))):

@@ -25,11 +25,13 @@ from subquad_lab.data.sound import MELS, STEP, features
 from subquad_lab.data.sound import RATE as SAMPLES
 from subquad_lab.system.cache import SPEECH, trim_speech
 from subquad_lab.system.files import locked, made_whole, write_whole
+from subquad_lab.system.regular_file import open_regular, read_regular
 
 PARTS = ("train", "valid", "test")
 VERSION = 1  # of the features
 MAX_NAMED_CLIPS = 3  # in a warning
 MAX_CACHED_BYTES = 8 << 30  # of all features together; those of LJSpeech (24 hours) take 1.4 GB
+MAX_SUM_BYTES = 1 << 10
 MAX_CLIP_SECONDS = 60  # A batch holds whole clips.
 
 
@@ -111,7 +113,7 @@ def featured(name: str, parts: dict[str, list[Utterance]], how: object) -> Clips
 def _checksum(file: Path, known: dict[Path, str]) -> str:
     if file not in known:
         try:
-            with file.open("rb") as content:
+            with open_regular(file) as content:
                 known[file] = hashlib.file_digest(content, "sha256").hexdigest()
         except OSError:
             known[file] = "missing"
@@ -188,7 +190,7 @@ def _read(path: Path, name: str) -> Clips | None:
     from safetensors import SafetensorError, safe_open
 
     try:
-        if path.with_suffix(".sha256").read_text() != _checksum(path, {}):
+        if read_regular(path.with_suffix(".sha256"), MAX_SUM_BYTES) != _checksum(path, {}).encode():
             return None
         with safe_open(path, "pt") as file:
             words, skipped = (json.loads(file.metadata()[what]) for what in ("words", "skipped"))

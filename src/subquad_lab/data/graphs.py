@@ -28,6 +28,7 @@ from subquad_lab.data.pickles import PickledArray, PickledMatrix, named, unpickl
 from subquad_lab.system.cache import GRAPHS
 from subquad_lab.system.files import locked, write_whole
 from subquad_lab.system.memory import room
+from subquad_lab.system.regular_file import read_regular
 
 FILES = ("x", "tx", "allx", "y", "ty", "ally", "graph", "test.index")
 VALIDATION_NODES = 500  # of Planetoid
@@ -118,7 +119,7 @@ def _files(path: Path) -> dict[str, Path]:
 
 def _read(path: Path) -> bytes:
     try:
-        return path.read_bytes()
+        return read_regular(path, room())
     except OSError as error:
         raise UsageError(f"--data: cannot read {path}: {error.strerror}") from error
 

@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from subquad_lab import UsageError
 from subquad_lab.data.npz import read_npz
 from subquad_lab.system.memory import room
+from subquad_lab.system.regular_file import open_regular
 
 PARTS = ("train", "valid", "test")
 DIGIT_SIDE = 28  # to which the embedded digits are resized
@@ -98,7 +99,7 @@ def _medmnist(path: Path) -> Pictures:
     parts = {part: (arrays[f"{key}_images"], arrays[f"{key}_labels"]) for part, key in keys.items()}
     checked = {part: _checked(f"{path}: {keys[part]}_", *found) for part, found in parts.items()}
     if name == OCT:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             found = hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
         if found != OCT_MD5:
             warnings.warn(f"{path}: expected MD5 {OCT_MD5}, got {found}; results may not be comparable to published "
@@ -141,7 +142,7 @@ def _one(folder: Path, name: str) -> Path:
 def read_idx(path: Path) -> np.ndarray:
     """Read an IDX file of bytes. Header: 0, 0, 8, number of dimensions, then each size in four bytes."""
     try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+        with open_regular(path) as own, gzip.open(own) if path.suffix == ".gz" else own as file:
             head = file.read(4)
             if len(head) < 4 or head[:3] != b"\0\0\x08" or not 1 <= head[3] <= 3:
                 raise UsageError(

@@ -7,12 +7,16 @@ On the Slaney scale a mel is 200/3 Hz below 1,000 Hz; above, 27 mels are a facto
 between neighboring mels, each of area 1.
 """
 
+import os
 from functools import lru_cache
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from subquad_lab.system.regular_file import open_regular
 
 RATE = 16_000  # samples per second that the window and the hop are designed for
 WINDOW, STEP, MELS = 400, 160, 80
@@ -33,12 +37,8 @@ def read_sound(path: Path, rate: int | None = RATE) -> Tensor:
     """
     import soundfile
 
-    if not path.is_file():
-        what = "is a folder" if path.is_dir() else "not a regular file" if path.exists() else "no such file"
-        raise ValueError(f"{path}: {what}")
-    _check_whole(path)
     try:
-        with soundfile.SoundFile(path) as file:
+        with open_regular(path) as content, soundfile.SoundFile(_whole(content, path), closefd=False) as file:
             own, promised = file.samplerate, file.frames
             if not RATES[0] <= own <= RATES[1]:
                 raise ValueError(f"{path}: expected a sample rate of {RATES[0]:,} to {RATES[1]:,} Hz, got {own:,} Hz")
@@ -48,8 +48,10 @@ def read_sound(path: Path, rate: int | None = RATE) -> Tensor:
             blocks = []
             while len(block := file.read(BLOCK_SAMPLES // file.channels + 1, dtype="float32", always_2d=True)):
                 blocks.append(block.mean(1))
-    except (soundfile.SoundFileError, OSError, TypeError, MemoryError) as error:
-        why = getattr(error, "error_string", "") or getattr(error, "strerror", "") or error
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror or error}") from error
+    except (soundfile.SoundFileError, TypeError, MemoryError) as error:
+        why = getattr(error, "error_string", "") or error
         raise ValueError(f"{path}: not a valid audio file: {why}") from error
     mono = np.concatenate([np.zeros(0, np.float32), *blocks])
     if len(mono) < promised:
@@ -61,19 +63,17 @@ def read_sound(path: Path, rate: int | None = RATE) -> Tensor:
     return torch.from_numpy(resampled(mono, own, rate or own))
 
 
-def _check_whole(path: Path) -> None:
-    """Raise if a wav file is shorter than its header says; soundfile would accept it."""
-    try:
-        with path.open("rb") as file:
-            head = file.read(8)
-    except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror}") from error
-    size, promised = path.stat().st_size, int.from_bytes(head[4:], "little") + 8
+def _whole(file: BinaryIO, path: Path) -> int:
+    """Return the file's handle, for soundfile; raise if a wav file is shorter than its header says."""
+    head, size = file.read(8), os.fstat(file.fileno()).st_size
+    promised = int.from_bytes(head[4:], "little") + 8
     if not head:
         raise ValueError(f"{path}: the file is empty")
     # Streams of unknown length store the largest size, and some writers include the first eight bytes.
     if head[:4] == b"RIFF" and size < promised - 8 and promised < 2**32:
         raise ValueError(f"{path}: the file is truncated: expected {promised:,} bytes, got {size:,}")
+    os.lseek(file.fileno(), 0, os.SEEK_SET)
+    return file.fileno()
 
 
 def resampled(samples: np.ndarray, own: int, rate: int) -> np.ndarray:

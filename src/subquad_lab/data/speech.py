@@ -26,6 +26,7 @@ from subquad_lab.data import espeak
 from subquad_lab.data.clips import PARTS, Clips, Utterance, featured
 from subquad_lab.data.espeak import Speaker
 from subquad_lab.data.sound import RATE, read_sound, resampled
+from subquad_lab.system.regular_file import read_regular
 
 START, END, PAD, UNKNOWN = range(4)
 ALPHABET = " ,.?-abcdefghijklmnopqrstuvwxyz"  # numbered after the four above, 35 in total
@@ -35,6 +36,7 @@ TENS = ("", "", "twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eight
 VOICES = ("en-us", "gmw/en", "en-gb-scotland", "en-gb-x-rp", "en-us+f4", "en-us+m3", "en-gb-x-rp+f1", "gmw/en+f1")
 SPEEDS, PITCHES = (130, 200), (30, 70)
 DEFAULT_CLIPS = 2400
+MAX_TABLE_BYTES = 1 << 28  # of metadata.csv; LJSpeech has 2 MB
 MIN_LINES = 5  # of metadata.csv, so that no part is empty
 MAX_STRINGS = 100_000
 PAUSE_SECONDS = (0.02, 0.12)  # between joined digits
@@ -158,7 +160,7 @@ def transcripts(table: Path) -> list[Transcript]:
 
 def _read(table: Path) -> str:
     try:
-        return table.read_text("utf-8-sig")
+        return read_regular(table, MAX_TABLE_BYTES).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UsageError(f"{table} is not UTF-8: byte {error.start} is {error.object[error.start]:#04x}") from None
     except OSError as error:

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 
 from subquad_lab import UsageError
+from subquad_lab.system.memory import room
+from subquad_lab.system.regular_file import read_regular
 from subquad_lab.system.text import warn
 
 PARTS = ("train", "valid", "test")
@@ -115,10 +117,8 @@ def _split(texts: dict[str, list[str]]) -> dict[str, list[str]]:
 
 def read(path: Path) -> str:
     """Read a text file; errors name the file."""
-    if not path.is_file():
-        raise UsageError(f"--data: {path} is not a regular file")
     try:
-        content = path.read_bytes()
+        content = read_regular(path, room())
     except OSError as error:
         raise UsageError(f"--data: cannot read {path}: {error.strerror}") from error
     if b"\0" in content:

@@ -6,17 +6,20 @@ Axes: h query heads, n tokens, d width.
 """
 
 import os
-from collections.abc import Callable
-from contextlib import redirect_stderr
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr
 from io import StringIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from subquad_lab import UsageError
+from subquad_lab.models.model_files import check_size, checked_weights
+from subquad_lab.system.memory import room
+from subquad_lab.system.regular_file import read_regular
 
 NAME = "subquad-watch"  # of the attention function registered with transformers
 MIN_TOKENS = 64  # for a meaningful error
@@ -56,25 +59,21 @@ def load(path: str) -> tuple[Any, Any]:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     named = {**named, "local_files_only": True, "trust_remote_code": False}
-    try:
+    with _foreign(path), warnings.catch_warnings(action="ignore"):
+        weights = checked_weights(file)
         config = AutoConfig.from_pretrained(folder, **named)
         known = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES | modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
         if config.model_type not in known or config.is_encoder_decoder:
             raise UsageError(
                 f"--model: expected a decoder-only or encoder-only language model, got {config.model_type!r}"
             )
+        check_size(config, AutoModel.from_config, weights)
         tokenizer = _tokenizer(AutoTokenizer, folder, named)
         with redirect_stderr(StringIO()):  # The progress bar of .gguf files cannot be disabled.
             model, found = AutoModel.from_pretrained(
                 folder, **named, use_safetensors=True, attn_implementation="sdpa", dtype=torch.float32,
                 output_loading_info=True,
             )  # fmt: skip
-    except UsageError:
-        raise
-    except ImportError as error:  # such as gguf, which transformers imports on demand
-        raise UsageError(f"--model: {path} needs another package: {_first(error)}") from error
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise UsageError(f"--model: {path} cannot be loaded: {_first(error)}") from error
     # The pooler is not used here, and encoders are often saved without it. Other missing weights would be initialized
     # at random, and the plan would be meaningless.
     if missing := sorted(name for name in found["missing_keys"] if "pooler" not in name):
@@ -89,19 +88,42 @@ def _tokenizer(kind: Any, folder: Path, named: dict[str, Any]) -> Any:
                          "with tokenizer.save_pretrained(FOLDER)")  # fmt: skip
     try:
         return kind.from_pretrained(folder, **named)
-    except (OSError, ValueError, KeyError, RuntimeError, ImportError) as error:  # Here all lines of a message matter.
-        raise UsageError(f"--model: the tokenizer in {folder} cannot be loaded: {error}") from error
+    except Exception as error:  # Here all lines of a message matter.
+        raise UsageError(
+            f"--model: the tokenizer in {folder} cannot be loaded: {error or type(error).__name__}"
+        ) from error
 
 
-def _first(error: Exception) -> str:
-    """Return the first line of an error message."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+@contextmanager
+def _foreign(path: str) -> Iterator[None]:
+    """Turn whatever the libraries raise for a malformed model into an error that names it."""
+    try:
+        yield
+    except UsageError as error:
+        raise UsageError(error if str(error).startswith("--model: ") else f"--model: {error}") from error
+    except ImportError as error:  # such as gguf, which transformers imports on demand
+        raise UsageError(f"--model: {path} needs another package: {_first(error)}") from error
+    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:  # They can raise anything, and a panic of a Rust library is not an Exception.
+        raise UsageError(f"--model: {path} cannot be loaded: {_first(error)}") from error
+
+
+def _first(error: BaseException) -> str:
+    """Return the first line of an error message, or what an OSError says about which file."""
+    if isinstance(error, OSError) and error.strerror and error.filename:
+        return f"{Path(error.filename).name}: {error.strerror}"
+    lines = str(error).strip().splitlines()
+    if lines and "ignore_mismatched_sizes" in lines[0]:  # It refers to a report that is not shown.
+        return "its weights do not have the shapes that its config describes"
+    is_sentence = lines and isinstance(error, ValueError | RuntimeError | OSError)
+    return lines[0] if is_sentence else ": ".join([type(error).__name__, *lines[:1]])
 
 
 def read(path: str) -> str:
     """Return the text in a file. This does not need the model, so a wrong file is found before the model is loaded."""
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return read_regular(path, room()).decode()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
         raise UsageError(f"--text: cannot read {path}: {reason}") from error

@@ -1,6 +1,6 @@
 """Flat configs from YAML files and the command line, validated against the fields of an experiment.
 
-YAML files are data only: tags that construct Python objects (`!!python/object`) raise an error.
+YAML files are data only, read by the strict loader of `yaml_values`.
 """
 
 import re
@@ -14,8 +14,11 @@ import yaml
 from jsonargparse import ArgumentError, ArgumentParser
 
 from subquad_lab import UsageError
+from subquad_lab.options.yaml_values import option_value, yaml_value
 from subquad_lab.system.checksums import verify_if_listed
+from subquad_lab.system.regular_file import read_regular
 
+MAX_CONFIG_BYTES = 1 << 16  # a hundred times the size of a config
 PRESETS = Path(__file__).parent / "presets"
 KINDS = {"int": "an integer", "float": "a number", "bool": "true or false"}
 C_co = TypeVar("C_co", covariant=True)
@@ -107,18 +110,9 @@ def split_off(arguments: list[str], kind: str) -> tuple[list[str], dict[str, lis
 
 def _value(option: str, text: str) -> Any:
     try:
-        number = yaml.safe_load(text)
-        return float(text) if isinstance(number, str) and _is_number(text) else number  # YAML reads 1e-3 as text.
+        return option_value(text)
     except yaml.YAMLError as error:
         raise UsageError(f"{option}: invalid value {text!r}: {' '.join(str(error).split())}") from error
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 def _pairs(arguments: list[str]) -> list[tuple[str, str]]:
@@ -133,15 +127,10 @@ def _pairs(arguments: list[str]) -> list[tuple[str, str]]:
 def read(path: Path) -> dict[str, Any]:
     """Read a YAML file that maps fields to values."""
     try:
-        content = yaml.safe_load(path.read_bytes())
+        content = yaml_value(read_regular(path, MAX_CONFIG_BYTES))
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}") from error
-    except (
-        yaml.YAMLError,
-        ValueError,
-        IndexError,
-        RecursionError,
-    ) as error:  # `!!int ""` raises ValueError.
+    except yaml.YAMLError as error:
         raise UsageError(f"{path}: {' '.join(str(error).split())}") from error
     if content is None:
         return {}

@@ -5,15 +5,19 @@ from pathlib import Path
 from typing import Any
 
 from subquad_lab import UsageError
+from subquad_lab.system.files import MAX_JSON_BYTES
+from subquad_lab.system.regular_file import read_regular
 from subquad_lab.theory.claims import figure as figure_of
 
 
 def claims(path: Path) -> list[dict[str, Any]]:
     """Read and validate claims from a JSON file."""
     try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise UsageError(f"--theory: cannot read {path}: {error}") from error
+        found = json.loads(read_regular(path, MAX_JSON_BYTES))
+    except OSError as error:
+        raise UsageError(f"--theory: cannot read {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"--theory: {path} is not a valid JSON file: {error}") from error
     rows = found if isinstance(found, list) else []
     if not rows or not all(_is_claim(row) for row in rows):
         raise UsageError(f"--theory: expected the output of `subquad verify --json`, got {path}")

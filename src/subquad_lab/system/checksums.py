@@ -20,8 +20,10 @@ from typing import Any
 
 from subquad_lab import RunError, UsageError
 from subquad_lab.system.files import json_object, write_whole
+from subquad_lab.system.regular_file import read_regular
 
 SUMS = "SHA256SUMS"
+MAX_SUMS_BYTES, MAX_LISTED_BYTES = 1 << 20, 1 << 32
 LINE = re.compile(r"([0-9a-f]{64})  ([\w.-]+)", re.ASCII)
 
 
@@ -46,7 +48,7 @@ def read_sums(folder: Path) -> dict[str, str]:
     """
     path = folder / SUMS
     try:
-        lines = path.read_bytes().decode("ascii", errors="replace").split("\n")
+        lines = read_regular(path, MAX_SUMS_BYTES).decode("ascii", errors="replace").split("\n")
     except FileNotFoundError:
         raise Damaged(
             f"{folder}: {SUMS} is missing: it was deleted, or an earlier version of subquad made this folder; see "
@@ -85,7 +87,7 @@ def read_listed(folder: Path, name: str) -> bytes:
     if expected is None:
         raise Damaged(f"{path}: expected a line for it in {SUMS}, got none")
     try:
-        content = path.read_bytes()
+        content = read_regular(path, MAX_LISTED_BYTES)
     except OSError as error:
         raise Damaged(f"{path}: {error.strerror}") from error
     if digest(content) != expected:
@@ -101,7 +103,8 @@ def read_listed_json(folder: Path, name: str) -> dict[str, Any]:
 def verify_if_listed(path: Path) -> None:
     """Raise Damaged if a SHA256SUMS next to a file lists it with another checksum; other files are fine."""
     try:
-        lines, content = (path.parent / SUMS).read_bytes().splitlines(), path.read_bytes()
+        lines = read_regular(path.parent / SUMS, MAX_SUMS_BYTES).splitlines()
+        content = read_regular(path, MAX_LISTED_BYTES)
     except OSError:
         return
     for line in lines:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from subquad_lab import UsageError
+from subquad_lab.system.regular_file import read_regular
 
 try:
     import fcntl
@@ -26,6 +27,9 @@ except ImportError:  # Windows
 
 NO_LINK: int = getattr(os, "O_NOFOLLOW", 0)  # missing on Windows
 LEFTOVER = re.compile(r"\..+\.[0-9a-f]{16}")
+
+
+MAX_JSON_BYTES = 1 << 26
 
 
 def write_whole(path: Path, content: bytes) -> None:
@@ -100,6 +104,15 @@ def locked(folder: Path, wait: bool = False) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
+
+
+def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
+    """Read an object from a JSON file; errors name the file."""
+    try:
+        content = read_regular(path, max_bytes)
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error.strerror}") from error
+    return json_object(content, path)
 
 
 def json_object(content: bytes, path: Path) -> dict[str, Any]:

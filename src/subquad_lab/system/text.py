@@ -14,6 +14,7 @@ from typing import TextIO
 # Control and formatting characters (which reorder or hide text), line and paragraph separators, and surrogates, which
 # stand for bytes of file names that are not UTF-8 and cannot be encoded.
 HIDDEN_CATEGORIES = ("Cc", "Cf", "Zl", "Zp", "Cs")
+MAX_LINE_CHARACTERS = 2000  # A message may quote a file.
 JOINERS = "\u200c\u200d"  # of category Cf, but parts of words in some scripts
 
 
@@ -38,8 +39,9 @@ def _escaped(character: str) -> str:
 
 
 def one_line(text: object) -> str:
-    """Return a message that may span several lines as a single printable line."""
-    return printable(" ".join(str(text).split()))
+    """Return a message that may span several lines as a single printable line of limited length."""
+    line = " ".join(str(text).split())
+    return printable(line if len(line) <= MAX_LINE_CHARACTERS else f"{line[: MAX_LINE_CHARACTERS - 4]} ...")
 
 
 def say(*lines: object, to_error: bool = False, flush: bool = False) -> None:

@@ -183,7 +183,9 @@ def test_damaged_sample_is_told(sample, tmp_path, complaint):
     save_file(sample, file)
     file.write_bytes(file.read_bytes()[:-100])
     assert f"--sample: {file} is not a valid safetensors file" in complaint(["plan", "--sample", str(file)])
-    assert f"--sample: {tmp_path} is not a valid safetensors file" in complaint(["plan", "--sample", str(tmp_path)])
+    assert f"--sample: cannot read {tmp_path}: expected a regular file, got a folder" in complaint(
+        ["plan", "--sample", str(tmp_path)]
+    )
     missing = str(tmp_path / "no")
     assert f"--sample: no such file: {missing}" in complaint(["plan", "--sample", missing])
 

@@ -98,7 +98,7 @@ def test_files_that_cannot_be_heard_are_named_and_the_others_are_heard(speech_ru
     assert main(["transcribe", str(speech_run), *files]) == 2
     said = capfd.readouterr()
     assert said.out.startswith(f"{files[3]}: ")
-    for file, why in zip(files, ("the recording is silent", "the file is empty", "no such file"), strict=False):
+    for file, why in zip(files, ("the recording is silent", "the file is empty", "No such file"), strict=False):
         assert f"{file}: {why}" in said.err
     assert f"{files[4]}: " in said.out  # However loud, it is heard.
     assert "subquad: error: FILES: 3 of 5 files cannot be used\n" in said.err

@@ -3,7 +3,9 @@
 import io
 import os
 import pickle
+import re
 import struct
+import time
 from collections import defaultdict
 from contextlib import suppress
 from pathlib import Path
@@ -233,6 +235,62 @@ def test_other_names_and_broken_pickles_are_refused(code, tmp_path):
         unpickle(code, Path("f"))
 
 
+@pytest.mark.parametrize("wrap", [b"t", b"l"])
+def test_a_short_pickle_cannot_describe_a_huge_value(wrap):
+    """Each value holds the one before it twice: to hash or to print the last would take forever."""
+    code = b"(" + wrap + b"p0\n"
+    for level in range(60):
+        code += b"(g%d\ng%d\n" % (level, level) + wrap + b"p%d\n" % (level + 1)
+    for end in (b".", b"(dg60\nNs.", b"cnumpy\ndtype\n(g60\ntR."):
+        begin = time.monotonic()
+        with pytest.raises(UsageError, match=r"f: not a Planetoid pickle: expected at most 2,000,000 values in 16 lev"):
+            unpickle(code + end, Path("f"))
+        assert time.monotonic() - begin < 1
+
+
+@pytest.mark.parametrize(
+    ("code", "message"),
+    [
+        (b"(" * 20_000 + b"t" * 20_000 + b".", "in 16 levels"),
+        (b"(" * 20_000 + b"l" * 20_000 + b".", "in 16 levels"),
+        (b")" + b"\x85" * 20_000 + b".", "in 16 levels"),
+        (b"]p0\ng0\na.", "a value changes after it became a part"),  # a list in itself
+        (b"]p0\n\x85g0\nNa.", "a value changes after it became a part"),
+        (b"(d(tNs.", "expected integers or texts as keys"),
+        (b"}]Ns.", "expected integers or texts as keys"),
+        (b"}(I1\nu.", "each with a value"),
+        (b"(" + b"I1\n" * 3 + b".", "expected one value, got 4"),
+        (b"a.", "a value is missing"),
+        (b"I1\nt.", "a mark is missing"),
+        (b"NNa.", "expected a list"),
+        (b"N)R.", "expected one of the known names"),
+        (b"cnumpy\ndtype\nNR.", "and its arguments"),
+        (b"cnumpy\ndtype\n)b.", "which have a state"),
+        (b"g7\n.", "nothing was stored under 7"),
+        (b"\x8a\xff" + b"\x7f" * 255 + b".", "integers of at most 64 bits"),
+        (b"\x8b\x00\x01\x00\x00" + b"\x7f" * 256 + b".", "the instruction LONG4 is not allowed"),
+        (b"I" + b"9" * 5000 + b"\n.", ""),
+        (b"T\xff\xff\xff\x7fabc.", ""),
+        (b"c" + b"x" * 100_000 + b"\nname\n.", "is not allowed"),
+        (b"N0" * 1000 + b".", "the instruction POP is not allowed"),
+        (b"N" * 50_001 + b".", "expected at most 50,000 instructions"),
+    ],
+)  # fmt: skip
+def test_deep_endless_and_broken_programs_are_refused_in_short_lines(code, message, monkeypatch):
+    monkeypatch.setattr(pickles, "MAX_OPERATIONS", 50_000)
+    with pytest.raises(UsageError, match=r"f: not a Planetoid pickle: .*" + re.escape(message)) as refused:
+        unpickle(code, Path("f"))
+    assert len(str(refused.value)) < 400
+
+
+def test_an_array_of_a_type_that_is_huge_is_refused_without_printing_it(tmp_path, cache):
+    """The type is a list of lists, with a thousand of them in the innermost."""
+    nested = b"(lp0\n" + b"".join(b"(g%d\ng%d\nlp%d\n" % (i, i, i + 1) for i in range(10))
+    kind = unpickle(b"cnumpy\ndtype\n(" + nested + b"tR.", Path("f"))
+    with pytest.raises(ValueError, match=r"unsupported array type of type list$"):
+        kind.dtype()
+
+
 def test_a_pickle_cannot_change_what_stands_in():
     """A state for a class sets its attributes: those of a class that is made for this pickle alone."""
     for name in (b"c__builtin__\nlist\n", b"ccollections\ndefaultdict\n", b"cnumpy\ndtype\n"):
@@ -378,7 +436,7 @@ def test_a_missing_file_is_named(file, tmp_path, cache):
         (dict(classes=np.array([0, 10**11, 0, 1, 0])), "classes: expected at most 255"),
         (dict(classes=np.array([0, 2**63 + 5, 0, 1, 0], np.uint64)), "classes: expected at most 255"),
         (dict(features=np.zeros(5)), r"features: expected numbers in 2 dimensions, got float64 \(5,\)"),
-        (dict(features=np.array([[object()]] * 5)), "is not a valid .npz file of numbers: Object arrays"),
+        (dict(features=np.array([[object()]] * 5)), "is not a valid .npz file of numbers: features.npy: Object arrays"),
     ],
 )
 def test_an_npz_that_is_no_graph_is_told(changes, message, tmp_path):

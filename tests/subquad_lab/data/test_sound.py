@@ -1,5 +1,6 @@
 """Sound files of all kinds, and features that equal those of another implementation."""
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -138,11 +139,11 @@ def test_sound_too_loud_for_its_features_is_refused():
 
 
 def test_folders_and_missing_files_are_named(tmp_path):
-    with pytest.raises(ValueError, match="is a folder"):
+    with pytest.raises(ValueError, match="expected a regular file, got a folder"):
         read_sound(tmp_path)
-    with pytest.raises(ValueError, match="no such file"):
+    with pytest.raises(ValueError, match="No such file"):
         read_sound(tmp_path / "a.wav")
-    with pytest.raises(ValueError, match="null: not a regular file"):
+    with pytest.raises(ValueError, match="null: expected a regular file, got a device"):
         read_sound(Path("/dev/null"))
 
 
@@ -153,3 +154,42 @@ def test_hours_are_refused_before_they_are_read(tmp_path, monkeypatch):
     monkeypatch.setattr(sound, "MAX_FILE_SECONDS", 2)
     with pytest.raises(ValueError, match="expected at most 0 h"):
         read_sound(tmp_path / "a.wav")
+
+
+def chunk(name: bytes, content: bytes, size: int | None = None) -> bytes:
+    return name + (len(content) if size is None else size).to_bytes(4, "little") + content
+
+
+def wav(channels: int = 1, rate: int = 16_000, bits: int = 16, kind: int = 1, data: int | None = None) -> bytes:
+    """A wav file with a header of one's own choice, and 1,000 samples of 16 bits."""
+    numbers = ((kind, 2), (channels, 2), (rate, 4), (rate * channels * bits // 8 % 2**32, 4), (channels * bits // 8, 2),
+               (bits, 2))  # fmt: skip
+    head = b"".join((number % 256**size).to_bytes(size, "little") for number, size in numbers)
+    return chunk(b"RIFF", b"WAVE" + chunk(b"fmt ", head) + chunk(b"data", bytes(range(250)) * 8, data))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        wav(channels=0), wav(channels=60_000), wav(rate=0), wav(rate=2**32 - 1), wav(bits=0), wav(bits=7_777),
+        wav(kind=0), wav(kind=999), wav(data=0), wav(channels=1024, bits=64, kind=3), b"RIFF", wav()[:20], wav()[:-100],
+        wav().replace(b"fmt ", b"FMT "), wav().replace(b"WAVE", b"AVI "), chunk(b"RIFF", b"WAVE" + b"\xff" * 2000),
+        chunk(b"RIFF", b"WAVE" + chunk(b"fmt ", b"", 2**32 - 1)), b"fLaC" + b"\xff" * 500, b"OggS" + b"\0" * 500,
+        b"ID3\x03\0\0\x7f\x7f\x7f\x7f" + bytes(500), b"FORM\xff\xff\xff\xffAIFF" + b"\xff" * 500, bytes(5000),
+    ],
+)  # fmt: skip
+def test_a_header_that_lies_is_one_error_that_names_the_file(content, tmp_path):
+    (tmp_path / "x.wav").write_bytes(content)
+    with pytest.raises(ValueError, match=r"x\.wav: "):
+        read_sound(tmp_path / "x.wav")
+
+
+def test_the_wav_files_of_these_tests_are_valid_without_a_lie(tmp_path):
+    (tmp_path / "x.wav").write_bytes(wav())
+    assert len(read_sound(tmp_path / "x.wav")) == 1000
+
+
+def test_a_fifo_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "x.wav")
+    with pytest.raises(ValueError, match=r"x\.wav: expected a regular file, got a named pipe"):
+        read_sound(tmp_path / "x.wav")

@@ -146,9 +146,9 @@ def test_what_cannot_be_used_is_left_out_named_and_counted(tmp_path):
     soundfile.write(wavs / "C08.wav", 1e25 * tone(300, 0.2, 8000), 8000, subtype="FLOAT")
     lines[5], lines[6], lines[7], lines[9] = "C05||", "no bars at all", "../C07|up|up", "C10|before it|comes"
     (folder / "metadata.csv").write_text("\n" + "\n".join(lines))
-    with pytest.warns(UserWarning, match="skipped 10 of 20 clips of data: C00: .* no such file; .*; and 7 more"):
+    with pytest.warns(UserWarning, match=r"skipped 10 of 20 clips of data: C00: .* No such file.*; .*; and 7 more"):
         found = load_speech(str(folder))
-    reasons = ["no such file", "is empty", "the file is truncated", "is silent", "not a valid audio file",
+    reasons = ["No such file", "is empty", "the file is truncated", "is silent", "not a valid audio file",
                "the text is empty", "line 8: expected id", "line 9: expected an id", "is too loud",
                "line 12: duplicate id C10"]  # fmt: skip
     assert len(found.skipped) == 10
@@ -161,7 +161,7 @@ def test_what_cannot_be_used_is_left_out_named_and_counted(tmp_path):
 def test_a_part_without_clips_is_refused(tmp_path):
     folder = write_table(tmp_path / "data")
     (folder / "wavs" / "C15.wav").unlink()
-    with pytest.raises(UsageError, match=r"the valid part of data has no usable clips: C15: .*no such file"):
+    with pytest.raises(UsageError, match=r"the valid part of data has no usable clips: C15: .*No such file"):
         load_speech(str(folder))
 
 

@@ -111,9 +111,9 @@ def test_what_cannot_be_read_is_named(tmp_path, monkeypatch):
         load_text(str(tmp_path / "no"))
     (tmp_path / "a.txt").write_text("some words")
 
-    def refused(path):
+    def refused(path, max_bytes):
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(Path, "read_bytes", refused)  # Root may read everything, so a real file would not do.
+    monkeypatch.setattr(module, "read_regular", refused)  # Root may read everything, so a real file would not do.
     with pytest.raises(UsageError, match=r"cannot read .*a.txt: Permission denied"):
         load_text(str(tmp_path))

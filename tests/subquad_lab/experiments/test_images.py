@@ -316,7 +316,7 @@ def test_files_that_are_no_pictures_are_told(content, run, tmp_path, complaint):
     assert f"IMAGES: {tmp_path / 'x.png'} cannot be read as an image" in complaint(
         ["predict", run, str(tmp_path / "x.png")]
     )
-    assert "got nowhere.png, which does not exist" in complaint(["predict", run, "nowhere.png"])
+    assert "IMAGES: cannot read nowhere.png: No such file or directory" in complaint(["predict", run, "nowhere.png"])
     assert "IMAGES" in complaint(["predict", run])
 
 
@@ -330,7 +330,7 @@ def test_one_bad_file_does_not_keep_the_others_from_being_predicted(run, tmp_pat
     assert [line.partition(": ")[0] for line in out.splitlines()] == [first, last]
     assert err.splitlines()[0].startswith(f"subquad: warning: IMAGES: {bad} cannot be read as an image")
     assert err.splitlines()[1:] == [
-        "subquad: warning: IMAGES: expected image files, got nowhere.png, which does not exist",
+        "subquad: warning: IMAGES: cannot read nowhere.png: No such file or directory",
         "subquad: error: IMAGES: 2 of 4 files cannot be used",
     ]
     assert main(["predict", run, bad, bad]) == 2

@@ -61,7 +61,7 @@ def test_fields_need_to_fit_together_only_when_all_are_known(complaint, tmp_path
     assert "--data: no such folder" in complaint([*given, "--width", "96"])
 
 
-@pytest.mark.parametrize("content", ["lr: 2024-99-99", "lr: !!float abc", "lr: !!int ''"])
+@pytest.mark.parametrize("content", ["lr: !!timestamp 2024-99-99", "lr: !!float abc", "lr: !!int ''"])
 def test_values_that_yaml_cannot_read_are_told(content, tmp_path):
     (tmp_path / "c.yaml").write_text(content)
     with pytest.raises(UsageError, match=r"c.yaml: "):
