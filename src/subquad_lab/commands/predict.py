@@ -64,7 +64,11 @@ def read_picture(path: Path, channels: int, height: int, width: int) -> Tensor:
     from PIL import Image
 
     try:
-        with open_regular(path) as file, Image.open(file, formats=FORMATS) as picture:
+        file = open_regular(path)
+    except OSError as error:
+        raise UsageError(f"IMAGES: cannot read {path}: {error.strerror}") from error
+    try:
+        with file, Image.open(file, formats=FORMATS) as picture:
             limit = Image.MAX_IMAGE_PIXELS or 0
             if picture.width * picture.height > limit:
                 raise ValueError(f"expected at most {limit:,} pixels, got {picture.width} x {picture.height}")
@@ -72,8 +76,6 @@ def read_picture(path: Path, channels: int, height: int, width: int) -> Tensor:
             made = made.resize((width, height), Image.Resampling.BILINEAR)
     except MemoryError:
         raise
-    except OSError as error:
-        raise UsageError(f"IMAGES: cannot read {path}: {error.strerror or error}") from error
     except Exception as error:  # An image decoder can raise anything.
         raise UsageError(f"IMAGES: {path} cannot be read as an image: {error or type(error).__name__}") from error
     return torch.frombuffer(bytearray(made.tobytes()), dtype=torch.uint8).view(height, width, channels).permute(2, 0, 1)
