@@ -110,3 +110,17 @@ def test_a_window_in_pieces_that_a_compiler_records(name, monkeypatch) -> None:
             found, state = resumed(WINDOWS[name], q, k, v, pieces=[9, 1, 2, 9], keep=given, form="dense")
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
         assert state.permit is None and state.keys.shape[-2] <= WINDOWS[name].size - 1
+
+
+@by_method
+def test_queries_and_keys_of_different_lengths(name, open_sizes) -> None:
+    """Aligned at the start; after a state, at the end."""
+    method, (q, k, v) = METHODS[name], inputs()
+    for n, m in ((6, 21), (21, 6)):
+        given = q[..., :n, :], k[..., :m, :], v[..., :m, :]
+        expected = attended(method, *given, form="dense")[0]
+        torch.testing.assert_close(attended(method, *given, form="chunked")[0], expected, rtol=1e-8, atol=1e-8)
+    expected = attended(method, q, k, v, form="dense")[0][..., -6:, :]
+    _, state = attended(method, *(x[..., :8, :] for x in (q, k, v)), form="chunked", return_state=True)
+    found, _ = attended(method, q[..., -6:, :], k[..., 8:, :], v[..., 8:, :], form="chunked", state=state)
+    torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8)
