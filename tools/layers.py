@@ -15,10 +15,10 @@ ROOT = Path(__file__).resolve().parents[1] / "src"
 # Each layer may import only itself and earlier ones. The name of a package means only its `__init__.py`.
 LAYERS = [
     "subquad._torch_internals", "subquad.native", "subquad.methods", "subquad._calls", "subquad._engines",
-    "subquad.planning", "subquad.attention", "subquad.nn", "subquad.integrations", "subquad.testing", "subquad",
-    "subquad_lab", "subquad_lab.system", "subquad_lab.options", "subquad_lab.figures", "subquad_lab.data",
-    "subquad_lab.models", "subquad_lab.training", "subquad_lab.experiments", "subquad_lab.theory", "subquad_lab.report",
-    "subquad_lab.commands", "subquad_lab.cli", "subquad_lab.__main__",
+    "subquad.planning", "subquad.attention", "subquad.nn", "subquad.distributed", "subquad.integrations",
+    "subquad.testing", "subquad", "subquad_lab", "subquad_lab.system", "subquad_lab.options", "subquad_lab.figures",
+    "subquad_lab.data", "subquad_lab.models", "subquad_lab.training", "subquad_lab.experiments", "subquad_lab.theory",
+    "subquad_lab.report", "subquad_lab.commands", "subquad_lab.cli", "subquad_lab.__main__",
 ]  # fmt: skip
 PACKAGES = ("subquad", "subquad_lab")
 MAY_DEFER = {"subquad_lab.cli"}  # so that `subquad --help` does not wait for torch

@@ -11,6 +11,7 @@ Axes: (..., heads, length, width). n queries and m keys of this rank, d width, e
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -18,12 +19,11 @@ from subquad._calls.call import Call
 from subquad._calls.masks import NotServed
 from subquad._calls.state import State, check_state
 from subquad._engines import engine_of
-from subquad.attention import MethodLike, quiet_attention, resolve, warn_about
+from subquad.attention import quiet_attention, warn_about
 from subquad.distributed import exact, features, multipole, window
 from subquad.distributed.peers import Peers, agree
 from subquad.distributed.segments import number_runs
-from subquad.methods import AnyMethod, BlockSparse, Exact
-from subquad.planning.auto import Auto
+from subquad.methods import AnyMethod, BlockSparse, Exact, MethodLike, resolve
 
 
 def attention(
@@ -58,7 +58,8 @@ def attention(
         is_causal: A query sees the keys of earlier ranks, and its own rank's keys up to its position: n = m.
         scale: Factor of the logits, 1/sqrt(d) by default.
         enable_gqa: Let several query heads share a key head.
-        method: A method, an object with the `FeatureMap` protocol, or a name, as for `subquad.attention`.
+        method: A method, an object with the `FeatureMap` protocol, or a name, as for `subquad.attention`, except `Auto`
+            and `BlockSparse`, which need the whole sequence.
         key_padding_mask: (..., m) or (..., key heads, m), True = attend.
         segment_ids: (..., n), integers, with n = m; segments may cross ranks.
         state: Of an earlier call over the same group, whose keys precede those of all ranks; feature methods only.
@@ -87,12 +88,12 @@ def attention(
         attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa,
         key_padding_mask=key_padding_mask, segment_ids=segment_ids, state=state, return_state=return_state,
     )  # fmt: skip
-    found = resolve(method)
-    warn_about(found, stacklevel=2)
     if peers.size == 1:
+        found = resolve(method)
+        warn_about(found, stacklevel=2)
         alone: Tensor | tuple[Tensor, State] = quiet_attention(query, key, value, method=found, **options)
         return alone
-    output, new_state = attend(found, query, key, value, peers, **options)
+    output, new_state = attend(method, query, key, value, peers, **options)
     if not return_state:
         return output
     assert new_state is not None
@@ -100,18 +101,20 @@ def attention(
 
 
 def attend(
-    method: AnyMethod | Auto, query: Tensor, key: Tensor, value: Tensor, peers: Peers, **options: Any
+    method: MethodLike, query: Tensor, key: Tensor, value: Tensor, peers: Peers, **options: Any
 ) -> tuple[Tensor, State | None]:
-    """Return the output of this rank, and the state if wanted, by a method that was resolved."""
+    """Return the output of this rank, and the state if wanted."""
     call, problem, facts = None, None, {"method": method}
     try:
+        facts["method"] = method = resolve(method)
         call = Call.of(query, key, value, **options)
         _check(method, call)
-        facts |= _facts(call, options)
-    except (ValueError, TypeError, AssertionError) as error:
+        facts |= _facts(call)
+    except (ValueError, TypeError) as error:
         problem = error
     peers = agree(peers, facts, 0 if call is None else call.layout.keys, problem)
     assert call is not None
+    warn_about(method, stacklevel=3)
     runs = None if options["segment_ids"] is None else number_runs(call, options["segment_ids"], peers)
     name = engine_of(method)
     if name == "features":
@@ -120,10 +123,8 @@ def attend(
     return engines[name].attend(method, call, peers, runs), None
 
 
-def _check(method: AnyMethod | Auto, call: Call) -> None:
+def _check(method: AnyMethod, call: Call) -> None:
     """Raise for a call that cannot be computed on several ranks."""
-    if isinstance(method, Auto):
-        raise NotServed("method: Auto decides by the whole sequence, which no rank holds; name a method")
     if isinstance(method, BlockSparse):
         raise NotServed("method: BlockSparse describes a whole sequence, which no rank holds; use Window")
     if call.dropout_p != 0:
@@ -145,13 +146,12 @@ def _check(method: AnyMethod | Auto, call: Call) -> None:
         check_state(call.state, method, layout, call.segments is not None, call.key.dtype, call.logit_scale)
 
 
-def _facts(call: Call, options: dict[str, Any]) -> dict[str, Any]:
+def _facts(call: Call) -> dict[str, Any]:
     """Return what must be equal on all ranks."""
     layout, tensors = call.layout, (call.query, call.key, call.value)
-    import torch
-
+    heads = layout.key_heads * layout.group
     return {
-        "query": f"{call.query.dtype}, batch {layout.batch}, {layout.key_heads * layout.group} heads, width {layout.width}",
+        "query": f"{call.query.dtype}, batch {layout.batch}, {heads} heads, width {layout.width}",
         "key": f"{call.key.dtype}, {layout.key_heads} heads",
         "value": f"{call.value.dtype}, width {layout.value_width}",
         "is_causal": call.is_causal,

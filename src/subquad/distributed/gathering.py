@@ -1,4 +1,4 @@
-"""Gathering tokens: a tensor of all ranks, put together along the sequence, with gradients that return to their owners."""
+"""Gathering tokens: the tensors of all ranks along the sequence, with gradients that return to their owners."""
 
 import torch
 from torch import Tensor

@@ -24,18 +24,23 @@ def attend(method: Any, call: Call, peers: Peers, runs: Runs | None) -> Tensor:
     """Return the output of this rank's queries (..., heads, n, e)."""
     call = call.factored()
     q, k, v = call.folded()
-    parts = (k, v, call.keep(), None if runs is None else runs.numbers)
-    k, v, keep, numbers = (None if x is None else gathered(x, peers) for x in parts)
-    assert k is not None and v is not None
     start, end = peers.start, peers.start + call.layout.keys
-    if call.is_causal:  # Later keys are not seen.
-        k, v, keep, numbers = (None if x is None else x[:, :end] for x in (k, v, keep, numbers))
+    seen = slice(0, end if call.is_causal else None)
+    k, v = gathered(k, peers)[:, seen], gathered(v, peers)[:, seen]
+    # Every rank takes part in every exchange, also one whose own keys are all visible.
+    shown = torch.ones(q.shape[0], call.layout.keys, dtype=torch.bool, device=q.device)
+    own_keep = call.keep()
+    keep = gathered(shown if own_keep is None else own_keep, peers)[:, seen]
+    numbers = None if runs is None else gathered(runs.numbers, peers)[:, seen]
     if numbers is not None:  # Segments need a row for each key: the rows of other ranks are dropped again.
         q = F.pad(q, (0, 0, start, k.shape[1] - end))
     whole = Call.of(
         q, k[:, None], v[:, None], is_causal=call.is_causal, scale=call.logit_scale, enable_gqa=True,
-        key_padding_mask=keep, segment_ids=numbers,
+        key_padding_mask=None if bool(keep.all()) else keep, segment_ids=numbers,
     )  # fmt: skip
     with torch.autocast(call.layout.device.type, enabled=False):
         output = run(method, whole if numbers is not None else whole._replace(first_row=start)).output
-    return call.unfolded(output if numbers is None else output[:, :, start:end])
+    output = output if numbers is None else output[:, :, start:end]
+    if call.layout.queries == 0:  # It depends on no key, yet its rank takes part in the exchange of gradients.
+        output = output + k[:, :0].sum() + v[:, :0].sum()
+    return call.unfolded(output)

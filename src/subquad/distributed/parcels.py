@@ -1,7 +1,7 @@
 """Parcels: a state as one tensor of bytes, so that it travels in one message."""
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,18 +17,18 @@ class Parcel(NamedTuple):
     def packed(self, state: State) -> Tensor:
         """Return the tensors of a state as bytes, one after another."""
         given = state._tensors()
-        parts = [given.get(name, like).detach().to(like.dtype) for name, like in self.form._tensors().items()]
-        return torch.cat([x.expand(like.shape).contiguous().view(-1).view(torch.uint8)
-                          for x, like in zip(parts, self.form._tensors().values(), strict=True)])  # fmt: skip
+        parts = (given.get(name, like).detach().to(like.dtype) for name, like in self.form._tensors().items())
+        return torch.cat([x.contiguous().view(-1).view(torch.uint8) for x in parts])
 
     def room(self) -> Tensor:
         """Return a tensor of bytes to receive a state in."""
+        assert self.form.sums is not None
         total = sum(like.nbytes for like in self.form._tensors().values())
-        return torch.empty(total, dtype=torch.uint8, device=self.form.sums.device if self.form.sums is not None else None)
+        return torch.empty(total, dtype=torch.uint8, device=self.form.sums.device)
 
     def opened(self, data: Tensor, length: int) -> State:
         """Return the state that was packed, with this number of keys."""
-        named, start = {}, 0
+        named, start = dict[str, Any](), 0
         for name, like in self.form._tensors().items():
             part = data[start : start + like.nbytes]
             named[name] = part.clone().view(like.dtype).view(like.shape)

@@ -179,4 +179,5 @@ def _short(value: Any) -> str:
 
 def _device_of(group: dist.ProcessGroup) -> torch.device:
     """Return a device that the group's backend can exchange tensors of."""
-    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else torch.device("cpu")
+    is_nccl = dist.get_backend(group) == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")

@@ -32,7 +32,7 @@ class Exchange(ABC):
         self.is_recorded = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
         if not self.is_recorded:
             return self.forward(*tensors)
-        found: tuple[Tensor, ...] = _Node.apply(self, *tensors)  # type: ignore[no-untyped-call]
+        found: tuple[Tensor, ...] = _Node.apply(self, *tensors)
         return found
 
     def recording(self) -> AbstractContextManager[Any]:

@@ -111,9 +111,7 @@ def uneven(kernel: Kernel, tokens: Tokens, before: Sums | None, sizes: Sizes, wa
     return torch.cat([*first, output], 2), sums
 
 
-def segmented(
-    kernel: Kernel, tokens: Tokens, before: Sums | None, chunk: int, following: Sums | None = None
-) -> Found:
+def segmented(kernel: Kernel, tokens: Tokens, before: Sums | None, chunk: int, following: Sums | None = None) -> Found:
     """Compute attention in segments, not causal: a chunk reads the sums of its first segment on its left, and of its
     last segment on its right. Both may continue beyond the tokens, in the sums `before` and `following`."""
 
