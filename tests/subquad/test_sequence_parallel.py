@@ -5,9 +5,9 @@ largest difference; the tests compare the differences with a tolerance.
 """
 
 import copy
+import re
 import traceback
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import cache, partial
 from typing import Any
 
@@ -20,13 +20,15 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
+from transformers import LlamaForSequenceClassification
 
 import subquad
 from ranks import on_ranks
 from subquad import MultiheadAttention
 from subquad.distributed import sequence_parallel
+from subquad.distributed.layouts import Cut
 from subquad.integrations.transformers import replace_attention
-from tiny_models import LENGTH, LONG, WORDS, inputs, long_inputs, padding, tiny
+from tiny_models import LENGTH, WORDS, inputs, long_inputs, tiny
 
 RANKS, ROWS, WIDTH = 4, 4, 16
 RATE = 0.5  # of the optimizer step
@@ -51,7 +53,8 @@ class Blocks(nn.Module):
     def forward(self, tokens: Tensor, places: Tensor) -> Tensor:
         x = self.words(tokens) + self.places(places)
         for inward in self.inward:
-            x = checkpoint(self.block, x, inward, use_reentrant=False) if self.is_checkpointed else self.block(x, inward)
+            run = partial(checkpoint, self.block, use_reentrant=False) if self.is_checkpointed else self.block
+            x = run(x, inward)
         return self.outward(x)
 
 
@@ -158,7 +161,7 @@ def of_attention(group: Any, method: str) -> dict[str, float]:
 def of_encoder(group: Any, method: str, batch_first: bool, is_causal: bool) -> dict[str, float]:
     x, hidden = numbers(*((ROWS, 11) if batch_first else (11, ROWS)), WIDTH), torch.zeros(ROWS, 11, dtype=torch.bool)
     hidden[1, 7:] = True
-    mask = nn.Transformer.generate_square_subsequent_mask(11, dtype=torch.float64) if is_causal else None
+    mask = torch.ones(11, 11, dtype=torch.bool).triu(1) if is_causal else None
     given = dict(src=x, mask=mask, src_key_padding_mask=hidden)
     loss = partial(mean_square, target=torch.ones_like(x), dim=1 if batch_first else 0)
     return compare(encoder(batch_first, method), given, loss, group, dim=1 if batch_first else 0)
@@ -246,7 +249,7 @@ def of_data_parallel(mesh: DeviceMesh, world: dist.ProcessGroup | None, name: st
 def message(function: Callable[[], Any]) -> str:
     try:
         function()
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError, TypeError) as error:
         return str(error)
     return "no error"
 
@@ -289,19 +292,17 @@ def refusals(group: Any) -> dict[str, str]:
         def forward(self, x: Tensor) -> Tensor:
             return x.cumsum(1)
 
-    half = hugging_face("llama")
-    replace_attention(half, "taylor").undo()
     x = numbers(2, 9, 16)
     mask = torch.zeros(9, 9, dtype=torch.bool)
     mask[2, 3] = True
     return {
         "not replaced": begin(tiny("llama")),
         "partly replaced": begin(_partly_replaced()),
-        "torch's attention": begin(nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4), 1)),
+        "torch's attention": begin(nn.TransformerEncoderLayer(16, 4)),
         "recurrent": begin(nn.Sequential(nn.LSTM(4, 4), MultiheadAttention(16, 4)), split={"input": 1}),
         "unknown arguments": begin(blocks),
         "known arguments": begin(llama, split={"input_ids": 1}),
-        "nested": begin(nn.Sequential(llama), split={"input": 1}) if False else begin(Wrapped(tiny("llama")), split={"x": 1}),
+        "nested": begin(Wrapped(tiny("llama")), split={"x": 1}),
         "head": begin(_classifier()),
         "encoder and decoder": begin(hugging_face("bart")),
         "gradients of DDP": begin(DistributedDataParallel(blocks, process_group=group)),
@@ -338,16 +339,15 @@ def _partly_replaced() -> nn.Module:
 
 
 def _classifier() -> nn.Module:
-    import transformers
-
-    llama = tiny("llama")
-    model = transformers.LlamaForSequenceClassification(llama.config)
+    model = LlamaForSequenceClassification(tiny("llama").config)
     replace_attention(model, "taylor")
     return model
 
 
 def _with_dropout() -> nn.Module:
-    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, 16, batch_first=True), 1, enable_nested_tensor=False)
+    model = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(16, 4, 16, batch_first=True), 1, enable_nested_tensor=False
+    )
     subquad.replace_attention(model, "exact")
     return model.train()
 
@@ -365,6 +365,13 @@ MODELS: dict[str, tuple[Callable[..., dict[str, float]], dict[str, Any], float]]
     "llama, packed": (of_packed, dict(method="taylor"), 1e-5),
     "gpt2, padded": (of_language_model, dict(name="gpt2", method="linear:elu", side="left"), 1e-5),
     "bert, padded": (of_masked_language_model, dict(method="taylor"), 1e-10),
+    "attention layer, exact": (of_attention, dict(method="exact"), 1e-10),
+    "encoder, exact": (of_encoder, dict(method="exact", batch_first=True, is_causal=True), 1e-10),
+    "llama, exact": (of_language_model, dict(name="llama", method="exact", side="right"), 1e-5),
+    "llama, exact, packed": (of_packed, dict(method="exact"), 1e-5),
+    "llama, multipole": (of_language_model, dict(name="llama", method="multipole:2", side="left"), 1e-5),
+    "mistral, exact": (of_language_model, dict(name="mistral", method="exact", side="right"), 1e-5),
+    "gemma2": (of_language_model, dict(name="gemma2", method="taylor", side="right"), 1e-5),
     "routed": (of_routed, dict(), 1e-10),
 }
 MESHES = {"ddp": [(1, 2), (2, 1), (2, 2)], "fsdp": [(1, 2), (2, 2)]}
@@ -407,3 +414,91 @@ def of_mesh(kind: str, shape: tuple[int, int], rank: int, halves: list[dist.Proc
 @cache
 def results() -> list[dict[str, Any]]:
     return on_ranks(everything, RANKS)
+
+
+REFUSED = {
+    "not replaced": "LlamaForCausalLM: model.layers.0.self_attn computes its attention by itself",
+    "partly replaced": "model.layers.0.self_attn computes its attention by itself",
+    "torch's attention": "self_attn is torch.nn.MultiheadAttention, .* call subquad.replace_attention",
+    "recurrent": "0 is a LSTM",
+    "unknown arguments": "split: expected the arguments of Blocks .* got None",
+    "known arguments": "split: expected None for LlamaForCausalLM",
+    "nested": "got Wrapped; .* pass LlamaForCausalLM itself",
+    "head": "LlamaForSequenceClassification cannot be split over ranks: its head may read single tokens",
+    "encoder and decoder": "BartForConditionalGeneration cannot be split over ranks: it has an encoder and a decoder",
+    "gradients of DDP": 'gradients: expected "mean" for a model in DistributedDataParallel',
+    "gradients": 'gradients: expected "sum" or "mean", got \'max\'',
+    "twice": "it is split already",
+    "generate": "generate: not supported by sequence_parallel",
+    "cache": "use_cache: not supported by sequence_parallel",
+    "last logits": "logits_to_keep: not supported by sequence_parallel",
+    "matrix": r"attention_mask: expected a tensor of shape \(batch, n\), got shape \(4, 1, 9, 9\)",
+    "two lengths": "expected one length of all arguments, got {'input_ids': 9, 'attention_mask': 10",
+    "short": "input_ids: expected at least 2 tokens for each of 2 ranks, got 3",
+    "different inputs": "input_ids: expected the same on all ranks",
+    "labels of a mean": "labels: BertForMaskedLM computes its loss as a mean over the tokens of a slice",
+    "mask of pairs": "mask: expected a causal matrix or None",
+    "weights": "need_weights=True is not supported by subquad.distributed.sequence_parallel",
+    "dropout": "dropout_p: expected 0 on several ranks, got 0.1",
+    "torch's function": "torch's function would see only the tokens of this rank",
+    "no attention": "Other has not called subquad.attention",
+    "auto": "method: expected a name, a method such as .* got Auto",
+    "checkpoint outside": "A different number of tensors was saved",
+}
+
+
+@pytest.mark.parametrize(("name", "ranks"), [*((name, 2) for name in MODELS), ("llama, padded", 4), ("blocks", 4)])
+def test_a_model_over_ranks_equals_one_process(name, ranks) -> None:
+    for found in results():
+        differences, tolerance = found[name, ranks], MODELS[name][2]
+        assert isinstance(differences, dict), differences
+        assert max(differences.values()) < tolerance, differences
+
+
+@pytest.mark.parametrize(("kind", "shape"), [(kind, shape) for kind, shapes in MESHES.items() for shape in shapes])
+def test_data_and_sequence_parallel_gradients_equal_those_of_one_process(kind, shape) -> None:
+    for found in results():
+        differences = found[kind, shape]
+        assert isinstance(differences, dict), differences
+        assert differences["gradient"] < 1e-10 and differences["loss"] < 1e-5
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_split_is_refused_on_every_rank(name) -> None:
+    for found in results():
+        assert isinstance(found["refusals"], dict), found["refusals"]
+        assert re.search(REFUSED[name], found["refusals"][name]), found["refusals"][name]
+
+
+def test_every_refusal_is_checked() -> None:
+    assert results()[0]["refusals"].keys() == REFUSED.keys()
+
+
+@pytest.fixture
+def one_rank(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_one_rank_runs_the_model_as_it_is() -> None:
+    model, x = attention_layer(), numbers(2, 9, WIDTH).float()
+    expected = model(x, x, x, need_weights=False)[0]
+    with sequence_parallel(model) as parallel:
+        assert torch.equal(model(x, x, x, need_weights=False)[0], expected)
+        assert torch.equal(parallel.shard(x), x) and float(parallel.total(torch.tensor(2.0))) == 2.0
+    with pytest.raises(ValueError, match="group: expected a mesh with one dimension"):
+        sequence_parallel(model, init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "cp")))
+
+
+def test_slices_differ_by_at_most_one_token() -> None:
+    for length in range(4, 12):
+        slices = [Cut(rank, 4).bounds(length) for rank in range(4)]
+        assert [start for start, _ in slices] + [length] == [0, *(end for _, end in slices)]
+        assert {end - start for start, end in slices} <= {length // 4, length // 4 + 1}
+
+
+def test_a_group_is_needed() -> None:
+    with pytest.raises(ValueError, match=r"torch\.distributed is not initialized"):
+        sequence_parallel(attention_layer())

@@ -1,10 +1,10 @@
 """Where a model has its sequence: which arguments are split over the ranks, along which dimension.
 
-    n tokens on R ranks     rank r holds n // R tokens, and one more if r < n mod R
+n tokens on R ranks     rank r holds n // R tokens, and one more if r < n mod R
 
-    nn.TransformerEncoder and its layers, MultiheadAttention     by their signature
-    Hugging Face models                                          `subquad.integrations.transformers` adds their layout
-    any other model                                              the caller names the arguments
+nn.TransformerEncoder and its layers, MultiheadAttention     by their signature
+Hugging Face models                                          `subquad.integrations.transformers` adds their layout
+any other model                                              the caller names the arguments
 """
 
 from abc import ABC, abstractmethod
@@ -91,8 +91,8 @@ class TorchModule(Layout):
             return given
         if not given.get("is_causal") and not _is_causal(mask):
             raise ValueError(
-                f"{self.mask}: expected a causal matrix or None, got another mask, which cannot be split over ranks; use "
-                f"{self.padding} to hide keys"
+                f"{self.mask}: expected a causal matrix or None, got another mask, which cannot be split over ranks; "
+                f"use {self.padding} to hide keys"
             )
         return given | {self.mask: None, "is_causal": True}
 
@@ -154,8 +154,9 @@ def refuse_other_mixers(model: nn.Module) -> None:
     for place, part in model.named_modules():
         if isinstance(part, nn.MultiheadAttention):
             raise ValueError(
-                f"model: {place or type(model).__name__} is torch.nn.MultiheadAttention, which would see only the tokens "
-                'of this rank; call subquad.replace_attention(model, method) first, with method="exact" to keep it exact'
+                f"model: {place or type(model).__name__} is torch.nn.MultiheadAttention, which would see only the "
+                'tokens of this rank; call subquad.replace_attention(model, method) first, with method="exact" to keep '
+                "it exact"
             )
         if isinstance(part, nn.RNNBase):
             raise ValueError(

@@ -27,9 +27,7 @@ from subquad.attention import redirect, redirects
 from subquad.distributed.attention import attend
 from subquad.distributed.layouts import MIN_TOKENS, Arguments, Cut, Layout, layout_of
 from subquad.distributed.peers import Peers, agree
-from subquad.methods import AnyMethod
 from subquad.nn.sdpa import SPLIT
-from subquad.planning.auto import Auto
 
 OPTIONS: dict[str, Any] = dict(
     attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False, key_padding_mask=None,
@@ -130,7 +128,8 @@ class SequenceParallel:
 
     def __init__(self, model: nn.Module, peers: Peers, layout: Layout, is_averaged: bool) -> None:
         self.model, self.group = model, peers.group
-        self.tokens, self.segment_ids = 0, None
+        self.tokens = 0
+        self.segment_ids: Tensor | None = None
         self._peers, self._layout, self._is_averaged = peers, layout, is_averaged
         self._cut = Cut(peers.rank, peers.size)
         self._depth = self._attended = 0  # calls of the model that have begun, and of attention
@@ -174,7 +173,7 @@ class SequenceParallel:
     def is_running(self) -> bool:
         return self._depth > 0 or in_backward()
 
-    def attend(self, method: AnyMethod | Auto, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
+    def attend(self, method: Any, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
         """Compute a call of attention over the group."""
         self._attended += 1
         if options.get("state") is not None or options.get("return_state"):

@@ -38,7 +38,8 @@ NOBODY = 0  # the number of no routing
 SPLIT = (
     "scaled_dot_product_attention: inside subquad.distributed.sequence_parallel torch's function would see only the "
     "tokens of this rank. Let the model call subquad.attention, replace its attention by subquad.replace_attention or "
-    "subquad.integrations.transformers.replace_attention, or route the call by subquad.sdpa to a method that supports it"
+    "subquad.integrations.transformers.replace_attention, or route the call by subquad.sdpa to a method that supports "
+    "it"
 )
 
 

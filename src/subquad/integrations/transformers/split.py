@@ -94,7 +94,8 @@ class SplitModel(Layout):
     def completed(self, given: Arguments) -> Arguments:
         self._check_arguments(given)
         tokens = given["inputs_embeds"] if given.get("input_ids") is None else given["input_ids"]
-        n, added = tokens.shape[1], {}
+        n = tokens.shape[1]
+        added: Arguments = {}
         if given.get("position_ids") is None:
             if any(map(_skips_hidden_tokens, self.model.modules())):
                 raise ValueError(
@@ -129,8 +130,8 @@ class SplitModel(Layout):
         function = self.model.loss_function if self.has_loss_function and self.takes_more else None
         if function not in (ForCausalLMLoss, ForMaskedLMLoss, ForTokenClassification):
             raise ValueError(
-                f"labels: {self.name} computes its loss as a mean over the tokens of a slice; call it without labels and "
-                "compute the loss of this rank's logits by `shard` and `total` of sequence_parallel"
+                f"labels: {self.name} computes its loss as a mean over the tokens of a slice; call it without labels "
+                "and compute the loss of this rank's logits by `shard` and `total` of sequence_parallel"
             )
         added = {}
         if function is ForCausalLMLoss:
