@@ -242,7 +242,7 @@ def refusals(rank: int) -> dict[str, str]:
         "gradient": dict(query=q.clone().requires_grad_()) if last else {},
         "padding": dict(key_padding_mask=torch.ones(1, 24)) if last else {},
         "auto": dict(method="auto"),
-        "blocks": dict(method=BlockSparse(torch.ones(3, 3, dtype=torch.bool))),
+        "blocks": dict(method=BlockSparse(torch.ones(1, 3, 3, dtype=torch.bool))),
         "dropout": dict(dropout_p=0.5, method="exact"),
         "pairs": dict(attn_mask=torch.rand(24, 24) > 0.5, method="exact"),
         "cross": dict(query=q[:, :, :5], is_causal=True),
