@@ -221,9 +221,14 @@ def other_facts(rank: int) -> dict[str, Any]:
     tokens = small(40 + rank)
     twice = [over_ranks.attention(*tokens, is_causal=True, method="random:32") for _ in range(2)]
     found["repeated"] = torch.equal(*twice)
-    with torch.autocast("cpu", torch.bfloat16):
-        half = over_ranks.attention(*tokens, is_causal=True, method="taylor")
-    found["autocast"] = half.dtype == torch.bfloat16 and bool(half.isfinite().all())
+    found["autocast"] = True
+    for method in ("taylor", "exact", "window:5", "multipole"):
+        expected = over_ranks.attention(*tokens, is_causal=True, method=method)
+        with torch.autocast("cpu", torch.bfloat16):  # The inputs are wide, so only the result is rounded.
+            half = over_ranks.attention(*tokens, is_causal=True, method=method)
+        found["autocast"] &= half.dtype == torch.bfloat16 and torch.equal(half, expected.bfloat16())
+    nothing = [x[:0] for x in tokens]
+    found["empty"] = [over_ranks.attention(*nothing, method=method).shape for method in ("taylor", "exact", "window:5")]
     found["refusals"] = refusals(rank)
     return found
 
@@ -282,6 +287,11 @@ def test_sums_and_windows_send_the_same_at_any_length_and_the_ring_does_not(fact
 
 def test_calls_repeat_to_the_bit_and_know_autocast(facts) -> None:
     assert all(found["repeated"] and found["autocast"] for found in facts)
+
+
+def test_a_batch_of_nothing_has_its_shape(facts) -> None:
+    for rank, found in enumerate(facts):
+        assert found["empty"] == [(0, 2, 40 + rank, 8)] * 3
 
 
 EXPECTED = {

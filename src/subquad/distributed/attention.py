@@ -18,7 +18,7 @@ from torch import Tensor
 from subquad._calls.call import Call
 from subquad._calls.masks import NotServed
 from subquad._calls.state import State, check_state
-from subquad._engines import engine_of
+from subquad._engines import engine_of, run
 from subquad.attention import quiet_attention, warn_about
 from subquad.distributed import exact, features, multipole, window
 from subquad.distributed.peers import Peers, agree
@@ -104,23 +104,27 @@ def attend(
     method: MethodLike, query: Tensor, key: Tensor, value: Tensor, peers: Peers, **options: Any
 ) -> tuple[Tensor, State | None]:
     """Return the output of this rank, and the state if wanted."""
-    call, problem, facts = None, None, {"method": method}
+    call, named, problem, facts = None, None, None, {"method": method}
     try:
-        facts["method"] = method = resolve(method)
+        facts["method"] = named = resolve(method)
         call = Call.of(query, key, value, **options)
-        _check(method, call)
+        _check(named, call)
         facts |= _facts(call)
     except (ValueError, TypeError) as error:
         problem = error
     peers = agree(peers, facts, 0 if call is None else call.layout.keys, problem)
-    assert call is not None
-    warn_about(method, stacklevel=3)
+    assert call is not None and named is not None
+    warn_about(named, stacklevel=3)
+    if call.layout.rows * call.layout.group == 0:  # no heads: nothing to compute, and nothing to exchange
+        output, state, _ = run(named, call)
+        return output, state
     runs = None if options["segment_ids"] is None else number_runs(call, options["segment_ids"], peers)
-    name = engine_of(method)
-    if name == "features":
-        return features.attend(method, call, peers, runs)
+    name = engine_of(named)
     engines = {"exact": exact, "sparse": window, "multipole": multipole}
-    return engines[name].attend(method, call, peers, runs), None
+    with torch.autocast(call.layout.device.type, enabled=False):  # The call knows its dtype.
+        if name == "features":
+            return features.attend(named, call, peers, runs)
+        return engines[name].attend(named, call, peers, runs), None
 
 
 def _check(method: AnyMethod, call: Call) -> None:

@@ -114,7 +114,8 @@ class Gathered(Exchange):
         for i, rows in enumerate(setup.groups):
             before_grad, own_grads = self._grads_of_states(i, rows, travelling[i].wait())
             before_grads.append(before_grad)
-            added = self.sums[i].gradients(*(own_grads or [None] * len(self.sums[i].results)))  # none without keys
+            without_keys: list[Tensor | None] = [None] * len(self.sums[i].results)
+            added = self.sums[i].gradients(*(own_grads or without_keys))
             found[i] = [found[i][0], *map(torch.add, found[i][1:], added)]
         self.sums, self.reads, self.states = [], [], []
         return collected(found, None if setup.before is None else torch.cat(before_grads))  # type: ignore[arg-type]

@@ -38,8 +38,7 @@ def attend(method: Any, call: Call, peers: Peers, runs: Runs | None) -> Tensor:
         q, k[:, None], v[:, None], is_causal=call.is_causal, scale=call.logit_scale, enable_gqa=True,
         key_padding_mask=None if bool(keep.all()) else keep, segment_ids=numbers,
     )  # fmt: skip
-    with torch.autocast(call.layout.device.type, enabled=False):
-        output = run(method, whole if numbers is not None else whole._replace(first_row=start)).output
+    output = run(method, whole if numbers is not None else whole._replace(first_row=start)).output
     output = output if numbers is None else output[:, :, start:end]
     if call.layout.queries == 0:  # It depends on no key, yet its rank takes part in the exchange of gradients.
         output = output + k[:, :0].sum() + v[:, :0].sum()

@@ -6,6 +6,8 @@ are invalid, is reported by an error on every rank, and none waits for the other
 """
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from hashlib import sha256
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -61,33 +63,33 @@ class Peers(NamedTuple):
     def begin_gather(self, tensor: Tensor) -> "Gathering":
         """Start to exchange a tensor; the result is there after `wait`."""
         found = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(self.size)]
-        with failing():
+        with explained():
             work = dist.all_gather(found, tensor.contiguous(), group=self.group, async_op=True)
         return Gathering(found, work)
 
     def send(self, tensor: Tensor, to: int) -> "Transfer":
         """Start to send a tensor to a rank of the group."""
         tensor = tensor.contiguous()
-        with failing():
+        with explained():
             return Transfer(tensor, dist.isend(tensor, group=self.group, group_dst=to))
 
     def receive(self, like: Tensor, source: int) -> "Transfer":
         """Start to receive a tensor of this shape and dtype from a rank of the group."""
         tensor = torch.empty_like(like, memory_format=torch.contiguous_format)
-        with failing():
+        with explained():
             return Transfer(tensor, dist.irecv(tensor, group=self.group, group_src=source))
 
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
         """Return the tensor of one rank; the others give one of its shape."""
         tensor = tensor.contiguous()
-        with failing():
+        with explained():
             dist.broadcast(tensor, group=self.group, group_src=source)
         return tensor
 
     def exchanged(self, tensor: Tensor) -> Tensor:
         """Return the tensors that the ranks have for this one, from a tensor (ranks, ...) with one for each rank."""
         found = torch.empty_like(tensor, memory_format=torch.contiguous_format)
-        with failing():
+        with explained():
             dist.all_to_all_single(found, tensor.contiguous(), group=self.group)
         return found
 
@@ -103,7 +105,7 @@ class Gathering(NamedTuple):
     work: Any
 
     def wait(self) -> list[Tensor]:
-        with failing():
+        with explained():
             self.work.wait()
         return self.tensors
 
@@ -115,24 +117,24 @@ class Transfer(NamedTuple):
     work: Any
 
     def wait(self) -> Tensor:
-        with failing():
+        with explained():
             self.work.wait()
         return self.tensor
 
 
-class failing:
+@contextmanager
+def explained() -> Iterator[None]:
     """Turn a failure of the backend into an `ExchangeError` that says what to look for."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type | None, error: BaseException | None, traceback: object) -> None:
-        if isinstance(error, RuntimeError) and not isinstance(error, ExchangeError):
-            raise ExchangeError(
-                f"subquad.distributed: the exchange with other ranks failed: {str(error).splitlines()[0]}. A rank has "
-                "ended, has raised an error, or did not make this call within the timeout of the group; see the output "
-                "of the other ranks."
-            ) from error
+    try:
+        yield
+    except ExchangeError:
+        raise
+    except RuntimeError as error:
+        raise ExchangeError(
+            f"subquad.distributed: the exchange with other ranks failed: {str(error).splitlines()[0]}. A rank has "
+            "ended, has raised an error, or did not make this call within the timeout of the group; see the output of "
+            "the other ranks."
+        ) from error
 
 
 # --- Agreement --------------------------------------------------------------------------------------------------------

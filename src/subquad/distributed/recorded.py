@@ -32,7 +32,7 @@ class Exchange(ABC):
         self.is_recorded = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
         if not self.is_recorded:
             return self.forward(*tensors)
-        found: tuple[Tensor, ...] = _Node.apply(self, *tensors)
+        found: tuple[Tensor, ...] = _Node.apply(self, *tensors)  # type: ignore[no-untyped-call]
         return found
 
     def recording(self) -> AbstractContextManager[Any]:
@@ -52,7 +52,7 @@ class _Node(torch.autograd.Function):
         return exchange.forward(*tensors)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         if ctx.exchange is None:
             raise RuntimeError("subquad.distributed: the gradients of a call can be computed only once")
