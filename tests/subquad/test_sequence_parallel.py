@@ -217,6 +217,17 @@ def of_routed(group: Any) -> dict[str, float]:
     return {"output": max(difference(each, parallel.shard(whole)) for each in (first, second))}
 
 
+def of_compiled(group: Any) -> dict[str, float]:
+    """A program that was compiled for one process notices that its tokens are split, and that they no longer are."""
+    model, given = Blocks().double(), dict(tokens=tokens(13), places=torch.arange(13))
+    whole = model(**given)
+    model.block = torch.compile(model.block, backend="eager")
+    found = [difference(model(**given), whole)]
+    with sequence_parallel(model, group, split={"tokens": 1, "places": 0}) as parallel:
+        found.append(difference(model(**given), parallel.shard(whole)))
+    return {"output": max(*found, difference(model(**given), whole))}
+
+
 def of_data_parallel(mesh: DeviceMesh, world: dist.ProcessGroup | None, name: str) -> dict[str, float]:
     """Rows over "dp", tokens over "cp"; DistributedDataParallel over both, or fully_shard."""
     ids = tokens(LENGTH)
@@ -373,6 +384,7 @@ MODELS: dict[str, tuple[Callable[..., dict[str, float]], dict[str, Any], float]]
     "mistral, exact": (of_language_model, dict(name="mistral", method="exact", side="right"), 1e-5),
     "gemma2": (of_language_model, dict(name="gemma2", method="taylor", side="right"), 1e-5),
     "routed": (of_routed, dict(), 1e-10),
+    "compiled": (of_compiled, dict(), 1e-10),
 }
 MESHES = {"ddp": [(1, 2), (2, 1), (2, 2)], "fsdp": [(1, 2), (2, 2)]}
 

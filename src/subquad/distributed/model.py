@@ -150,7 +150,7 @@ class SequenceParallel:
         computes the gradient of its own part; parameters get theirs as `gradients` says.
         """
         factor = self._peers.size if self._is_averaged else 1
-        total: Tensor = _Total.apply(loss, self._peers, factor)  # type: ignore[no-untyped-call]
+        total: Tensor = _total(loss, self._peers, factor)
         return total
 
     def undo(self) -> None:
@@ -173,6 +173,7 @@ class SequenceParallel:
     def is_running(self) -> bool:
         return self._depth > 0 or in_backward()
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def attend(self, method: Any, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
         """Compute a call of attention over the group."""
         self._attended += 1
@@ -224,6 +225,7 @@ class SequenceParallel:
             )
         return self._layout.finished(output, given, self.total)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _split(self, given: Arguments) -> tuple[Arguments, Arguments]:
         """Return the whole arguments, completed, and those of this rank's slice."""
         own, facts, problem = given, {}, None
@@ -283,6 +285,11 @@ class _Total(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         return grads[0] * ctx.factor, None, None
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _total(loss: Tensor, peers: Peers, factor: int) -> Any:
+    return _Total.apply(loss, peers, factor)  # type: ignore[no-untyped-call]
 
 
 def running() -> SequenceParallel | None:
