@@ -22,12 +22,13 @@ from subquad_lab.experiments import EXPERIMENTS
 ROOT = Path(__file__).parents[1]
 PUBLIC = [
     "subquad", "subquad.testing", "subquad.planning", "subquad.native", "subquad.integrations.transformers",
-    "subquad.integrations.flash",
+    "subquad.integrations.flash", "subquad.distributed",
 ]  # fmt: skip
 # A name that is also that of its module, which the documentation would take for the module.
 SHADOWED = {
     "subquad.attention": "subquad.attention.attention",
     "subquad.normalizer": "subquad.attention.normalizer",
+    "subquad.distributed.attention": "subquad.distributed.attention.attention",
     "subquad.integrations.transformers.attend": "subquad.integrations.transformers.attend.attend",
 }
 

@@ -33,6 +33,7 @@ _is_legacy_batched = find_internal("_C._functorch.is_legacy_batchedtensor")
 _tracing_state = find_internal("_C._get_tracing_state")
 _dispatch_modes = find_internal("_C._len_torch_dispatch_stack")
 _forward_ad = find_internal("autograd.forward_ad")
+_graph_task = find_internal("_C._current_graph_task_id")
 _register_pytree_node = find_internal("utils._pytree.register_pytree_node")
 _assert_async = find_internal("_assert_async")
 find_internal("autograd.forward_ad._current_level")  # read at call time below
@@ -65,6 +66,11 @@ def is_recorded() -> bool:
 def in_trace() -> bool:
     """Return whether `torch.jit.trace` records this call."""
     return _tracing_state() is not None
+
+
+def in_backward() -> bool:
+    """Return whether autograd computes gradients now, in this thread."""
+    return bool(_graph_task() != -1)
 
 
 def has_open_size(*sizes: int) -> bool:

@@ -16,7 +16,7 @@ Axes: (..., heads, length, width). n queries, m keys, d width, e value width, r 
 """
 
 import warnings
-from typing import Any, Literal, TypeAlias, cast, overload
+from typing import Any, Literal, Protocol, TypeAlias, cast, overload
 
 import torch
 from torch import Tensor
@@ -35,6 +35,25 @@ from subquad.planning.auto import AUTO_IN_GRAPH, Auto, Choice
 from subquad.planning.far_range import warn_far_range
 
 MethodLike: TypeAlias = AnyMethod | Auto | MethodName | str
+
+
+class Redirect(Protocol):
+    """What computes the calls of a model over several processes; see `subquad.distributed.sequence_parallel`."""
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the call that is made now belongs to its model."""
+
+    def attend(self, method: AnyMethod | Auto, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
+        """Compute a call of `quiet_attention`."""
+
+
+redirects: list[Redirect] = []  # those in effect, the last one first asked
+
+
+def redirect() -> Redirect | None:
+    """Return what computes the calls that are made now; None for this process alone."""
+    return next((each for each in reversed(redirects) if each.is_running), None) if redirects else None
 
 
 def resolve(method: MethodLike) -> AnyMethod | Auto:
@@ -178,6 +197,8 @@ def quiet_attention(
     query: Tensor, key: Tensor, value: Tensor, *, method: AnyMethod | Auto, warns: bool = False, **options: Any
 ) -> Any:
     """Compute `attention` by a method that was resolved; without warnings, for modules, unless `warns`."""
+    if (elsewhere := redirect()) is not None:
+        return elsewhere.attend(method, query, key, value, **options)
     state, is_stateful = options.get("state"), options.get("return_state", False)
     method = decided(method, query, key, value, **options)
     mask, is_causal = options.get("attn_mask"), options.get("is_causal", False)

@@ -131,7 +131,7 @@ def bench(
     bench.run(methods, lengths, heads, head_dim, causal, backward, out)
 
 
-def train(experiment: Any, config: Any, out: str, resume: str | None) -> None:
+def train(experiment: Any, config: Any, out: str, resume: str | None, sequence_parallel: int) -> None:
     """Train a model in a new run, or resume an interrupted one with --resume RUN.
 
     The run folder holds the config, metrics, checkpoints, result and learning curves. Ctrl-C finishes the current step,
@@ -141,7 +141,7 @@ def train(experiment: Any, config: Any, out: str, resume: str | None) -> None:
     """
     from subquad_lab.commands import train
 
-    train.run(experiment, config, out, resume)
+    train.run(experiment, config, out, resume, sequence_parallel)
 
 
 def compare(experiment: Any, config: Any, out: str) -> None:

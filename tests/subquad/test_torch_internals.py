@@ -56,6 +56,14 @@ def test_a_name_that_torch_does_not_have_is_reported_with_the_versions_that_were
     assert torch.__version__ in str(found.value)
 
 
+def test_in_backward() -> None:
+    answers = []
+    x = X.clone().requires_grad_()
+    x.register_hook(lambda grad: answers.append(internals.in_backward()))
+    x.sum().backward()
+    assert answers == [True] and not internals.in_backward()
+
+
 @pytest.mark.parametrize("transform", [grad, vmap, jvp, vmap_of_grad])
 def test_in_transform(transform) -> None:
     assert not internals.in_transform()
@@ -272,5 +280,5 @@ def test_every_function_has_a_canary() -> None:
     own = {name for name, value in named.items() if getattr(value, "__module__", "") == internals.__name__}
     tested = {"find_internal", "in_transform", "in_vmap", "is_transformed", "is_recorded", "is_batched",
               "mark_constant", "register_container", "in_trace", "has_open_size", "has_numbers", "outside_graph",
-              "exponential", "in_onnx_export", "with_fixed_sizes", "assert_later"}  # fmt: skip
+              "exponential", "in_backward", "in_onnx_export", "with_fixed_sizes", "assert_later"}  # fmt: skip
     assert own == tested

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from subquad._engines import engine_of
-from subquad.attention import MethodLike, quiet_attention, resolve, warn_about
+from subquad.attention import MethodLike, quiet_attention, redirect, resolve, warn_about
 from subquad.nn.binding import bind_method, bound_method, random_matrix
 from subquad.nn.masks import ShapeError, as_bias, check_mask, check_shape, factored, shown_keys, softmax_weights
 
@@ -217,7 +217,11 @@ class MultiheadAttention(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """Return the heads (b, h, n, d), and the weights (b, h, n, m) or None."""
         own = self.add_zero_attn + (self.bias_k is not None)  # Keys that no mask hides, before the m others.
-        exact = engine_of(self.method) == "exact"
+        is_split = redirect() is not None  # The keys are those of one rank, so a matrix cannot describe their masks.
+        if is_split and (need_weights or own):
+            what = "need_weights=True" if need_weights else "add_bias_kv or add_zero_attn"
+            raise ValueError(f"MultiheadAttention: {what} is not supported by subquad.distributed.sequence_parallel")
+        exact = engine_of(self.method) == "exact" and not is_split
         keep = None
         if exact:
             lengths = (q.shape[2], k.shape[2] - own)

@@ -26,7 +26,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from subquad._calls.masks import NotServed
 from subquad._torch_internals import in_trace, mark_constant
-from subquad.attention import MethodLike, decided, quiet_attention, resolve, warn_about
+from subquad.attention import MethodLike, decided, quiet_attention, redirect, resolve, warn_about
 from subquad.methods import AnyMethod
 from subquad.nn.report import describe, table
 from subquad.planning.auto import Auto
@@ -35,6 +35,12 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 NOBODY = 0  # the number of no routing
+SPLIT = (
+    "scaled_dot_product_attention: inside subquad.distributed.sequence_parallel torch's function would see only the "
+    "tokens of this rank. Let the model call subquad.attention, replace its attention by subquad.replace_attention or "
+    "subquad.integrations.transformers.replace_attention, or route the call by subquad.sdpa to a method that supports "
+    "it"
+)
 
 
 def sdpa(method: MethodLike, *, all_threads: bool = False) -> "Routing":
@@ -289,7 +295,13 @@ def _routed(
 
 
 def _by_torch(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
-    """Call what was there before; torch's own function, if that was built around ours."""
+    """Call what was there before; torch's own function, if that was built around ours.
+
+    Raises:
+        ValueError: The tensors are one rank's slice of a sequence, to which torch's function would limit attention.
+    """
+    if redirect() is not None:
+        raise ValueError(SPLIT)
     if torch.compiler.is_compiling() or _is_inside.get():
         return scaled_dot_product_attention(query, key, value, **options)
     token = _is_inside.set(True)

@@ -13,12 +13,17 @@ from subquad_lab.training.run import CURVES
 from subquad_lab.training.seeds import Series, train
 
 
-def run(experiment: Experiment[Any] | None, config: Training | None, out: str, resume: str | None) -> None:
-    """Train in a new folder inside `out`, or resume the run in the folder `resume`; then print the result."""
+def run(
+    experiment: Experiment[Any] | None, config: Training | None, out: str, resume: str | None, sharing: int
+) -> None:
+    """Train in a new folder inside `out`, or resume the run in the folder `resume`; then print the result.
+
+    `sharing` processes share each sequence. It is not part of the config: the run is the same for any number of them.
+    """
     if resume is not None:
-        print_result(train(*opened(Path(resume)), Path(resume)))
+        print_result(train(*opened(Path(resume)), Path(resume), sharing=sharing))
     elif experiment is not None and config is not None:
-        print_result(train(experiment, config, Path(out), numbered=True))
+        print_result(train(experiment, config, Path(out), numbered=True, sharing=sharing))
     else:
         raise UsageError("EXPERIMENT: expected an experiment or --resume RUN, got neither")
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from subquad.distributed import SequenceParallel
 from subquad_lab import UsageError
 from subquad_lab.data.text import END, UNKNOWN, Corpus, load_text
 from subquad_lab.models import parameters, refuse_too_large
@@ -25,6 +26,7 @@ from subquad_lab.training.config import Training
 from subquad_lab.training.experiment import Carry, Experiment, PartName, Rows
 
 EVALUATION_WORDS = 4096  # per forward pass
+MIN_SPLIT_WORDS = 2  # of a process that shares its sequences with others
 EVALUATION_STREAMS = 16  # Few, because each starts without a state.
 
 PUBLISHED = [
@@ -130,6 +132,26 @@ class Language:
         logits, state = model(inputs, carry.get("state"))
         loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
         return loss, {"state": state.detach()} if self.carries else {}
+
+    def split(self, sharing: int) -> dict[str, int]:
+        config = self.config
+        if self.carries:
+            raise UsageError(
+                f"--sequence-parallel: {config.model} passes its state from word to word; use --model transformer"
+            )
+        if config.context < MIN_SPLIT_WORDS * sharing:
+            raise UsageError(
+                f"--sequence-parallel: expected at least {MIN_SPLIT_WORDS} words of the context for each of {sharing} "
+                f"processes, got {config.context}; use a larger --context"
+            )
+        return {"tokens": 1, "places": 0}
+
+    def split_loss(self, model: nn.Module, rows: Rows, parallel: SequenceParallel) -> Tensor:
+        inputs, targets = rows
+        places = torch.arange(inputs.shape[1], device=inputs.device)
+        logits, _ = model(inputs, None, places)
+        own = parallel.shard(targets)
+        return parallel.total(F.cross_entropy(logits.flatten(0, 1), own.flatten(), reduction="sum") / targets.numel())
 
     def count(self, rows: Rows) -> int:
         return rows[0].numel()

@@ -101,9 +101,11 @@ class Transformer(nn.Module):
     def start(self, batch: int) -> State:
         return 0, [None] * len(self.blocks)
 
-    def forward(self, tokens: Tensor, state: State = None) -> tuple[Tensor, State]:
+    def forward(self, tokens: Tensor, state: State = None, places: Tensor | None = None) -> tuple[Tensor, State]:
+        """Return logits and state; `places` (n,) are the positions of the tokens, if these are part of a text."""
         before, states = (0, [None] * len(self.blocks)) if state is None else state
-        places = torch.arange(before, before + tokens.shape[1], device=tokens.device)
+        if places is None:
+            places = torch.arange(before, before + tokens.shape[1], device=tokens.device)
         x = self.embedding(tokens)
         if self.places is not None:
             if before + tokens.shape[1] > self.places.num_embeddings:

@@ -22,6 +22,9 @@ from subquad_lab import UsageError
 from subquad_lab.options.fields import Configured, given_fields, presets, split_off, without_varied
 
 MAY_BE_EMPTY = ("--prompt",)
+SHARING = "--sequence-parallel"
+SHARING_HELP = "Number of processes that share each sequence, of those started by torchrun."
+
 Command = Callable[..., None]
 Experiments = Mapping[str, Configured[Any]]
 
@@ -175,6 +178,7 @@ def add_experiments(
     if "resume" in own:
         _resume_alone(arguments)
         options.add_argument("--resume", type=str | None, default=None, help="Folder of an interrupted run to resume.")
+        options.add_argument(SHARING, type=int, default=1, help=SHARING_HELP)
     experiments = options.add_subcommands(
         required=False, dest="experiment", title="experiments", metavar="EXPERIMENT",
         description=f"Run `subquad {command.__name__} EXPERIMENT --help` for the options of an experiment.",
@@ -193,6 +197,8 @@ def add_experiments(
         fields.add_argument("--config", type=str | None, default=None,
                             help="YAML file with values for any of the options below. If both --preset and --config "
                                  "are given, the later one wins; options given directly override both.")  # fmt: skip
+        if "resume" in own:
+            fields.add_argument(SHARING, type=int, default=1, help=SHARING_HELP)
         if "trials" in own:
             fields.add_argument("--trials", type=int, default=20, help="Maximum number of trials of a --span search.")
         is_compared = command.__name__ == "compare"
@@ -206,13 +212,15 @@ def add_experiments(
 
 
 def _resume_alone(arguments: list[str]) -> None:
-    """Raise if --resume comes with other options: a resumed run keeps its config."""
-    given = [argument for argument in arguments[1:] if argument not in ("-h", "--help")]
-    first = next((i for i, argument in enumerate(given) if argument.partition("=")[0] == "--resume"), None)
-    if first is not None:
-        rest = given[:first] + given[first + (1 if "=" in given[first] else 2) :]
-        if rest:
-            raise UsageError(f"--resume: expected a run folder and no other arguments, got also {' '.join(rest)!r}")
+    """Raise if --resume comes with options of the config, which a resumed run keeps."""
+    rest = [argument for argument in arguments[1:] if argument not in ("-h", "--help")]
+    is_resumed = any(argument.partition("=")[0] == "--resume" for argument in rest)
+    for option in ("--resume", SHARING):
+        place = next((i for i, argument in enumerate(rest) if argument.partition("=")[0] == option), None)
+        if place is not None:
+            rest = rest[:place] + rest[place + (1 if "=" in rest[place] else 2) :]
+    if is_resumed and rest:
+        raise UsageError(f"--resume: expected a run folder and no option but {SHARING}, got also {' '.join(rest)!r}")
 
 
 def with_config(given: dict[str, Any], experiment: Configured[Any] | None) -> dict[str, Any]:
@@ -220,6 +228,8 @@ def with_config(given: dict[str, Any], experiment: Configured[Any] | None) -> di
     if experiment is None:
         return given | {"config": None, "out": ""}
     rest: dict[str, Any] = given.pop(experiment.name)
+    if "sequence_parallel" in given:  # before or after the name of the experiment
+        rest["sequence_parallel"] = max(given["sequence_parallel"], rest["sequence_parallel"])
     kind = experiment.config
     config = kind(**{field.name: rest.pop(field.name) for field in fields(kind) if field.name in rest})
     del rest["config"], rest["preset"]

@@ -6,10 +6,11 @@ To add an experiment, write a file in `experiments/` that ends in `EXPERIMENT = 
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, Protocol, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor, nn
 
+from subquad.distributed import SequenceParallel
 from subquad_lab.training.config import Training
 from subquad_lab.training.run import Run
 
@@ -50,6 +51,21 @@ class Task(Protocol):
 
     def records(self) -> dict[str, Any]:
         """Return further JSON files of a finished run by name, such as its predictions on the test set."""
+
+
+@runtime_checkable
+class SplitTask(Task, Protocol):
+    """A task whose sequences can be split over processes."""
+
+    def split(self, sharing: int) -> dict[str, int]:
+        """Return the dimension of the sequence for each argument of the model that holds tokens.
+
+        Raises:
+            UsageError: The model cannot be split over this number of processes.
+        """
+
+    def split_loss(self, model: nn.Module, rows: Rows, parallel: SequenceParallel) -> Tensor:
+        """Return the mean loss over the rows, of all processes that share them, from a model that is split."""
 
 
 def no_pictures(run: Run, config: Any) -> dict[str, bytes]:

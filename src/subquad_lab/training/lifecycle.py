@@ -14,9 +14,9 @@ from subquad_lab.system.files import locked, remove_leftovers
 from subquad_lab.system.out_of_memory import memory_for
 from subquad_lab.training import checkpoint, snapshot
 from subquad_lab.training.config import Training
-from subquad_lab.training.experiment import Experiment, Task
+from subquad_lab.training.experiment import Experiment, SplitTask, Task
 from subquad_lab.training.loop import Trainer
-from subquad_lab.training.processes import agreed, processes
+from subquad_lab.training.processes import agreed, check_sharing, processes
 from subquad_lab.training.progress import Display
 from subquad_lab.training.run import CURVES, RESULT, Run, as_json, versions
 
@@ -29,37 +29,45 @@ class Job:
     config: Training
     run: Run
     task: Task
+    sharing: int = 1  # processes that share a sequence
 
 
-def begin(experiment: Experiment[Any], config: Training, root: Path, name: str | None) -> Job:
+def begin(experiment: Experiment[Any], config: Training, root: Path, name: str | None, sharing: int = 1) -> Job:
     """Create a run in a new folder with the given name, or with the next number."""
-    task = build(experiment, config)
+    task = build(experiment, config, sharing)
     about = {"experiment": experiment.name, "versions": versions(), **task.about()}
     run = create(experiment, config, root, name, about)
-    return Job(experiment, config, run, task)
+    return Job(experiment, config, run, task, sharing)
 
 
-def reopen(experiment: Experiment[Any], config: Training, run: Run) -> Job:
+def reopen(experiment: Experiment[Any], config: Training, run: Run, sharing: int = 1) -> Job:
     """Reopen an existing run; raise if its data have changed."""
-    task = build(experiment, config)
+    task = build(experiment, config, sharing)
     if run.about()["data"].get("sha256") != task.about()["data"]["sha256"]:
         raise UsageError(f"{run.folder}: the data have changed since the run started; start a new run")
-    return Job(experiment, config, run, task)
+    return Job(experiment, config, run, task, sharing)
 
 
-def build(experiment: Experiment[Any], config: Training) -> Task:
-    """Seed all generators and return the task of a config."""
-    check_batch(config)
+def build(experiment: Experiment[Any], config: Training, sharing: int = 1) -> Task:
+    """Seed all generators and return the task of a config, of which `sharing` processes share each sequence."""
+    check_sharing(sharing)
+    check_batch(config, sharing)
     snapshot.seed_all(config.seed)
     with memory_for("loading the data and building the model", "use a smaller model, or data that fit into memory"):
-        return experiment.build(config)
+        task = experiment.build(config)
+    if sharing > 1:
+        if not isinstance(task, SplitTask):
+            raise UsageError(f"--sequence-parallel: not supported by {experiment.name}; use language")
+        task.split(sharing)
+    return task
 
 
-def check_batch(config: Training) -> None:
-    """Raise unless the batch divides evenly among processes and accumulation steps."""
-    count = processes().num_processes
+def check_batch(config: Training, sharing: int) -> None:
+    """Raise unless the batch divides evenly among processes, or groups of them, and accumulation steps."""
+    count = processes().num_processes // sharing
     if config.batch % (count * config.accumulate):
-        parts = f"{count} processes x {config.accumulate} accumulation steps"
+        what = "processes" if sharing == 1 else f"groups of {sharing} processes"
+        parts = f"{count} {what} x {config.accumulate} accumulation steps"
         raise UsageError(f"batch: expected a multiple of {parts}, got {config.batch}")
 
 
@@ -87,7 +95,8 @@ def trainer(job: Job, title: str) -> Iterator[Trainer]:
     if not folder.is_dir():
         raise UsageError(f"--out: expected a folder that all processes share, got {folder}")
     with locked(folder) if state.is_main_process else nullcontext():
-        made = Trainer(job.experiment, job.task, job.config, job.run, Display(title, silent=not state.is_main_process))
+        display = Display(title, silent=not state.is_main_process)
+        made = Trainer(job.experiment, job.task, job.config, job.run, display, job.sharing)
         found = checkpoint.newest(job.run.checkpoints)
         if state.is_main_process:
             remove_leftovers(folder)

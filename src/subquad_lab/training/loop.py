@@ -5,7 +5,7 @@
 
 A batch depends only on its position in the data, (epoch, index), so a run can resume at any step. The rows of a batch
 are divided among the processes and, within a process, among the gradient accumulation steps; neither changes the
-update.
+update. With sequence parallelism, several processes have the same rows, and a part of each sequence.
 """
 
 import math
@@ -19,15 +19,17 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
+from subquad.distributed import sequence_parallel
 from subquad_lab import Diverged, UsageError
 from subquad_lab.system.checksums import Damaged
 from subquad_lab.system.out_of_memory import is_out_of_memory, memory_for
 from subquad_lab.training import checkpoint, snapshot
 from subquad_lab.training.checkpoint import Checkpoint
 from subquad_lab.training.config import Training
-from subquad_lab.training.experiment import Experiment, PartName, Task
+from subquad_lab.training.experiment import Carry, Experiment, PartName, Rows, SplitTask, Task
 from subquad_lab.training.interruption import Interrupted, Interruption
 from subquad_lab.training.optimizers import make_optimizer
+from subquad_lab.training.processes import sequence_group
 from subquad_lab.training.progress import Display
 from subquad_lab.training.run import Run
 from subquad_lab.training.schedule import Progress, part_done, rate
@@ -39,11 +41,12 @@ class Trainer:
     """The state of one run: model, optimizer and progress."""
 
     def __init__(
-        self, experiment: Experiment[Any], task: Task, settings: Training, run: Run, display: Display
+        self, experiment: Experiment[Any], task: Task, settings: Training, run: Run, display: Display, sharing: int = 1
     ) -> None:  # fmt: skip
         self.experiment, self.task, self.settings, self.run, self.display = experiment, task, settings, run, display
         self.accelerator = Accelerator(cpu=not torch.accelerator.is_available())
         self.rank, self.world = self.accelerator.process_index, self.accelerator.num_processes
+        self.sharing, self.group = sharing, sequence_group(sharing)
         self.optimizer = make_optimizer(settings.optimizer, task.model.parameters(), settings.lr, settings.momentum,
                                         settings.weight_decay)  # fmt: skip
         self.model, self.optimizer = self.accelerator.prepare(task.model, self.optimizer)
@@ -95,9 +98,8 @@ class Trainer:
         for i, (piece, carry) in enumerate(pieces):
             last = i + 1 == accumulate
             with nullcontext() if last else self.accelerator.no_sync(self.model):
-                mean, carried = self.task.loss(self.model, tuple(piece.values()), carry)
-                self.accelerator.backward(mean / accumulate)
-            losses.append(mean.detach())
+                mean, carried = self._differentiate(tuple(piece.values()), carry)
+            losses.append(mean)
             carries.append(carried)
         loss = float(self.accelerator.reduce(torch.stack(losses).mean(), "mean"))
         norm = self._clip()
@@ -112,11 +114,25 @@ class Trainer:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.carry = {name: torch.cat([carried[name] for carried in carries]) for name in self.carry}
-        self._advance(self.task.count(tuple(rows.values())) * self.world, time.perf_counter() - begin)
+        self._advance(self.task.count(tuple(rows.values())) * (self.world // self.sharing), time.perf_counter() - begin)
         if self.accelerator.is_main_process:
             self.run.log(progress.step, {"epoch": self._epochs, "loss": loss, "gradient": norm, "lr": lr})
             self.display.step(progress.step, part_done(self.settings, progress, self.total), loss,
                               progress.units / max(progress.seconds, 1e-9), self.experiment.unit)  # fmt: skip
+
+    def _differentiate(self, rows: Rows, carry: Carry) -> tuple[Tensor, Carry]:
+        """Add the gradients of the rows' mean loss, and return it with the recurrent state."""
+        accumulate = self.settings.accumulate
+        if self.group is None:
+            mean, carried = self.task.loss(self.model, rows, carry)
+            self.accelerator.backward(mean / accumulate)
+            return mean.detach(), carried
+        assert isinstance(self.task, SplitTask)  # `lifecycle.build` has checked it.
+        split = self.task.split(self.sharing)
+        with sequence_parallel(self.model, self.group, split=split, gradients="mean") as parallel:
+            mean = self.task.split_loss(self.model, rows, parallel)
+            self.accelerator.backward(mean / accumulate)
+        return mean.detach(), {}
 
     def _clip(self) -> float:
         """Clip the gradients and return their norm before clipping."""
@@ -193,14 +209,15 @@ class Trainer:
             "valid": self._figures("valid"), "test": self._figures("test"), "weights_of_step": chosen,
             "steps": progress.step, "epochs": self._epochs, "seconds": progress.seconds,
             f"{self.experiment.unit}_per_second": progress.units / max(progress.seconds, 1e-9), "processes": self.world,
+            "processes_per_sequence": self.sharing,
         }  # fmt: skip
 
     # --- Several processes ----------------------------------------------------------------------------------------
 
     def _mine(self, rows: dict[Any, Tensor]) -> dict[Any, Tensor]:
         """Return the rows of a batch that belong to this process."""
-        size = self.settings.batch // self.world
-        mine = slice(self.rank * size, (self.rank + 1) * size)
+        size, place = self.settings.batch * self.sharing // self.world, self.rank // self.sharing
+        mine = slice(place * size, (place + 1) * size)
         return {name: tensor[mine].to(self.accelerator.device) for name, tensor in rows.items()}
 
     def _stop_if_asked(self) -> None:

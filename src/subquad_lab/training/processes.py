@@ -1,8 +1,12 @@
-"""Distributed training: this process among those started by torchrun."""
+"""Distributed training: this process among those started by torchrun.
+
+rank = row * sharing + place     `sharing` consecutive processes have the same rows, and a part of each sequence
+"""
 
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 
@@ -20,6 +24,24 @@ def agreed(value: Any) -> Any:
     values = [value]
     broadcast_object_list(values)
     return values[0]
+
+
+def sequence_group(sharing: int) -> dist.ProcessGroup | None:
+    """Return the group of processes that share their sequences with this one; None if each has its own."""
+    if sharing == 1:
+        return None
+    group: dist.ProcessGroup = dist.new_subgroups(sharing)[0]
+    return group
+
+
+def check_sharing(sharing: int) -> None:
+    """Raise unless the processes can be divided into groups of `sharing`."""
+    count = processes().num_processes
+    if sharing < 1 or count % sharing:
+        raise UsageError(
+            f"--sequence-parallel: expected a divisor of the number of processes, {count}, got {sharing}; start "
+            "more of them with torchrun --nproc-per-node"
+        )
 
 
 def refuse_several(command: str) -> None:

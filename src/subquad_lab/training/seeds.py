@@ -45,7 +45,9 @@ class Series:
         return intervals.shown(values, figure) if len(values) > 1 else f"{values[0]:.4g}"
 
 
-def train(experiment: Experiment[Any], config: Training, place: Path, numbered: bool = False) -> Series:
+def train(
+    experiment: Experiment[Any], config: Training, place: Path, numbered: bool = False, sharing: int = 1
+) -> Series:
     """Train a run for each seed, or resume existing ones.
 
     Args:
@@ -53,9 +55,10 @@ def train(experiment: Experiment[Any], config: Training, place: Path, numbered: 
         config: Config of the runs; must equal that of an existing folder.
         place: Folder of the run or of the series.
         numbered: Whether to create a numbered folder inside `place` instead.
+        sharing: Number of processes that share each sequence.
     """
     config = lifecycle.settled(config)
-    whole, first = _folder(experiment, config, place, numbered)
+    whole, first = _folder(experiment, config, place, numbered, sharing)
     made: list[Run] = []
     results: list[dict[str, Any]] = []
     for folder, own in members(whole.folder, config).items():
@@ -63,7 +66,7 @@ def train(experiment: Experiment[Any], config: Training, place: Path, numbered: 
             is_begun = agreed(Run(folder).is_begun())  # One process could otherwise see what another just wrote.
             result = Run.open(folder).result() if is_begun else None
             if result is None:
-                job = first or _job(experiment, own, folder, is_begun)
+                job = first or _job(experiment, own, folder, is_begun, sharing)
                 title = f"{experiment.name}, {folder.name}" if config.seeds > 1 else experiment.name
                 with lifecycle.trainer(job, title) as trainer:
                     result = lifecycle.finish(job, trainer.train())
@@ -80,16 +83,18 @@ def train(experiment: Experiment[Any], config: Training, place: Path, numbered: 
     return series
 
 
-def _folder(experiment: Experiment[Any], config: Training, place: Path, numbered: bool) -> tuple[Run, Job | None]:
+def _folder(
+    experiment: Experiment[Any], config: Training, place: Path, numbered: bool, sharing: int
+) -> tuple[Run, Job | None]:
     """Return the folder, and the job if it is a new single run. Bad data raise before a folder is created."""
     if not numbered and Run(place).has(CONFIG):
         check_same(experiment, config, Run(place))
         return Run(place), None
     root, name = (place, None) if numbered else (place.parent, place.name)
     if config.seeds == 1:
-        job = lifecycle.begin(experiment, config, root, name)
+        job = lifecycle.begin(experiment, config, root, name, sharing)
         return job.run, job
-    lifecycle.build(experiment, config)
+    lifecycle.build(experiment, config, sharing)
     return lifecycle.create(experiment, config, root, name), None
 
 
@@ -108,10 +113,10 @@ def check_same(experiment: Experiment[Any], config: Training, found: Run) -> Non
         raise UsageError(f"--out: {found.folder} holds a run {what}; use the same values or a new folder")
 
 
-def _job(experiment: Experiment[Any], config: Training, folder: Path, is_begun: bool) -> Job:
+def _job(experiment: Experiment[Any], config: Training, folder: Path, is_begun: bool, sharing: int) -> Job:
     if is_begun:
-        return lifecycle.reopen(experiment, config, Run(folder))
-    return lifecycle.begin(experiment, config, folder.parent, folder.name)
+        return lifecycle.reopen(experiment, config, Run(folder), sharing)
+    return lifecycle.begin(experiment, config, folder.parent, folder.name, sharing)
 
 
 def check_same_data(made: list[Run]) -> None:

@@ -70,7 +70,7 @@ def test_sweep_searches_a_span_and_takes_over_what_was_killed(options, tmp_path,
     start = lifecycle.begin
 
     def killed(*given):
-        if given[-1] == "trial-001":
+        if given[3] == "trial-001":
             raise KeyboardInterrupt
         return start(*given)
 
@@ -124,7 +124,7 @@ def test_a_trial_that_diverges_fails_and_a_full_disk_ends_the_sweep(options, tmp
     assert main(arguments) == 1
 
     def diverged(*given):
-        if given[-1] == "trial-000":
+        if given[3] == "trial-000":
             raise Diverged("the loss is nan")
         return start(*given)
 

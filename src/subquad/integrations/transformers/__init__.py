@@ -8,6 +8,7 @@ creates its mask. This package registers its own name, with these parts:
     attend              the attention function: finds the method of the layer, reads its requests and the mask
     Mask                the mask: the rule itself, so that linear methods and windows never form a matrix
     StateLayer          a cache layer that holds a State instead of keys; of fixed size for linear methods and windows
+    layout_of           which arguments `subquad.distributed.sequence_parallel` splits, and how the loss is summed
     replace_attention   gives the layers of a model another method, and can undo it
 
 Axes: (batch, heads, length, width).
@@ -20,12 +21,15 @@ except ImportError as error:
         "subquad.integrations.transformers needs transformers 5 or later: pip install 'transformers>=5'"
     ) from error
 
+from subquad.distributed.layouts import kinds
 from subquad.integrations.transformers.attend import attend, register
 from subquad.integrations.transformers.cache import state_cache
 from subquad.integrations.transformers.mask import Mask
 from subquad.integrations.transformers.replace import replace_attention
+from subquad.integrations.transformers.split import layout_of
 from subquad.integrations.transformers.state_layer import StateLayer
 
 __all__ = ["Mask", "StateLayer", "attend", "register", "replace_attention", "state_cache"]
 
 register("exact")
+kinds.append(layout_of)

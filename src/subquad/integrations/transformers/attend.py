@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from subquad._engines import engine_of
-from subquad.attention import MethodLike, resolve, warn_about
+from subquad.attention import MethodLike, redirect, resolve, warn_about
 from subquad.integrations.transformers.cache import hold_state
 from subquad.integrations.transformers.compute import attend_to_all, attend_to_recent, attend_to_seen
 from subquad.integrations.transformers.layers import Choice, method_of, methods
@@ -103,6 +103,7 @@ def attend(
     request = Request(*(requested.get(name) for name in ("sliding_window", "softcap", "s_aux")))
     options: dict[str, Any] = dict(scale=scaling, enable_gqa=query.shape[1] != key.shape[1])
     is_causal = getattr(layer, "is_causal", True) if is_causal is None else is_causal
+    is_split = redirect() is not None
     try:
         _check(requested, NO_METHOD)
         seen = _seen(chosen, request, requested, key, attention_mask, is_causal)
@@ -111,9 +112,12 @@ def attend(
             if has_no_window(chosen, request, _length(query, key, attention_mask)):
                 request = replace(request, window=None)
             method = serve(chosen, request)
-        if seen is not None and engine_of(method) != "exact":
+        if seen is not None and (engine_of(method) != "exact" or is_split):
             _check(requested, EXACT_ONLY)
-            _warn_about_dropout(layer, method, dropout)
+            if engine_of(method) == "exact":
+                options["dropout_p"] = dropout
+            else:
+                _warn_about_dropout(layer, method, dropout)
             output = attend_to_seen(query, key, value, seen, method=method, **options)
         else:
             given = (query, key, value, attention_mask, requested.get("position_bias"))
@@ -147,7 +151,7 @@ def _length(query: Tensor, key: Tensor, mask: Mask | Tensor | None) -> float:
         state_layer: StateLayer = key.subquad_layer
         return inf if state_layer.has_outgrown else state_layer.length_with(key)
     if isinstance(mask, Mask):
-        return mask.key_length + int(mask.arguments.get("kv_offset", 0))
+        return mask.length + int(mask.arguments.get("kv_offset", 0))
     return key.shape[-2] + (key.shape[-2] != query.shape[-2])  # A full cache returns as many keys as the window has.
 
 
@@ -169,12 +173,12 @@ def _seen(
     chosen: AnyMethod | Auto, request: Request, requested: dict[str, Any], key: Tensor, mask: Mask | Tensor | None,
     is_causal: bool,
 ) -> Seen | None:  # fmt: skip
-    """Return the mask as `Window` and approximate methods read it; None where exact attention reads a matrix.
+    """Return the mask as `Window`, approximate methods and calls over several ranks read it; None for a matrix.
 
     Raises:
         Unsupported: The mask cannot be read, and a matrix does not help.
     """
-    needs_method = engine_of(chosen) != "exact" or request.changes_weights
+    needs_method = engine_of(chosen) != "exact" or request.changes_weights or redirect() is not None
     if not needs_method:
         window = mask.rule.window if isinstance(mask, Mask) and mask.rule is not None else None
         hides_keys = window is not None and key.shape[-2] > window

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from transformers import masking_utils as rules
 
 from subquad._engines import engine_of
+from subquad.distributed.model import running
 from subquad.integrations.transformers.layers import methods
 from subquad.integrations.transformers.unsupported import Unsupported
 
@@ -40,6 +41,9 @@ class Mask:
     def __init__(self, **arguments: Any) -> None:
         self.arguments = arguments
         self.key_length: int = arguments["kv_length"]
+        parallel = running()
+        self.length = self.key_length if parallel is None else parallel.tokens  # of all ranks
+        self.segment_ids = None if parallel is None else parallel.segment_ids  # numbered through all ranks
         self._known: dict[str, Any] = {}  # functools.cached_property has a lock, which torch.compile cannot trace
 
     @property
@@ -155,7 +159,8 @@ def read(mask: Mask | Tensor | None, is_causal: bool, m: int, window: int | None
         raise Unsupported("attention_mask", "a rule for each pair of query and key, such as chunks or blocks")
     if mask.rule.is_causal and mask.is_static:
         raise Unsupported("past_key_values", "a static cache, which contains keys that do not exist yet")
-    return Seen(mask.rule.is_causal, visible_keys(mask, m), mask.rule.segment_ids, mask.rule.window)
+    segment_ids = mask.rule.segment_ids if mask.segment_ids is None else mask.segment_ids
+    return Seen(mask.rule.is_causal, visible_keys(mask, m), segment_ids, mask.rule.window)
 
 
 def visible_keys(mask: Mask | Tensor | None, m: int) -> Tensor | None:
