@@ -57,9 +57,19 @@ def test_a_cache_that_is_not_of_this_machine_is_not_trusted(fresh, change) -> No
     (path,) = cache.cache_folder().iterdir()
     content = json.loads(path.read_text())
     change(content)
-    path.write_text(json.dumps(content))
+    path.write_text(json.dumps(cache.with_checksum(content)))
     assert cache.cached(CPU) is None
     assert calibration() == first
+
+
+def test_a_flipped_bit_is_noticed(fresh) -> None:
+    first = calibration()
+    (path,) = cache.cache_folder().iterdir()
+    whole = path.read_bytes()
+    for place in range(0, len(whole), 97):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        os.utime(path, ns=(place, place))  # as a file that was written at another time
+        assert cache.cached(CPU) in (None, first), place
 
 
 def test_threads_and_dtypes_have_their_own(fresh, one_thread) -> None:

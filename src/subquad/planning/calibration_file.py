@@ -7,6 +7,7 @@ One process at a time measures; others wait for it and read its result. The lock
 it when a process ends, however it ends. The file appears whole or not at all.
 """
 
+import hashlib
 import json
 import logging
 import math
@@ -37,7 +38,7 @@ from subquad.planning.shape import Shape
 
 __all__ = ["cache_folder", "cached", "calibration", "file_of", "machine", "predicted_seconds"]
 
-VERSION = 8  # of the file, and of the work that the coefficients are for
+VERSION = 9  # of the file, and of the work that the coefficients are for
 RETRY_SECONDS = 600.0  # age from which on a calibration of a busy machine is made again, if it is quiet now
 MAX_WAIT_SECONDS = 60.0  # for another process that measures, which cannot take longer
 POLL_SECONDS = 0.1
@@ -102,7 +103,8 @@ def _read(path: Path, changed: int, of: str, device: str) -> Calibration | None:
         content = json.loads(path.read_text())
         found = content["coefficients"]
         whole = (
-            content["machine"] == json.loads(of)
+            content == with_checksum(content)
+            and content["machine"] == json.loads(of)
             and found.keys() == names
             and all(len(found[name]) == lengths[name] for name in names)
             and all(isinstance(c, float) and 0 <= c < math.inf for row in found.values() for c in row)
@@ -113,6 +115,12 @@ def _read(path: Path, changed: int, of: str, device: str) -> Calibration | None:
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
     return Calibration(found, device, note, retries) if whole else None
+
+
+def with_checksum(content: dict[str, Any]) -> dict[str, Any]:
+    """Return the content of a file with the checksum of everything else in it: a wrong digit looks like a right one."""
+    rest = {name: value for name, value in content.items() if name != "sha256"}
+    return rest | {"sha256": hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()}
 
 
 def calibration(
@@ -170,7 +178,7 @@ def calibrate_into(
         content = {"machine": of, "note": made.note, "retries": made.retries, "coefficients": made.coefficients}
         with _writing():
             with open(temporary, "w") as file:
-                json.dump(content, file, indent=1)
+                json.dump(with_checksum(content), file, indent=1)
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, path)
