@@ -64,11 +64,9 @@ class Call(NamedTuple):
                 f"state: expected the result of attention(..., return_state=True), got {type(state).__name__}"
             )
         check_numbers(dropout_p, scale)
-        dtype = query.dtype
         device = query.device.type
-        autocast = device != "meta" and torch.is_autocast_enabled(device) and dtype != torch.float64
-        if autocast:
-            dtype = torch.get_autocast_dtype(device)
+        autocast = device != "meta" and torch.is_autocast_enabled(device) and query.dtype != torch.float64
+        dtype = torch.get_autocast_dtype(device) if autocast else query.dtype
         layout = layout_of(query, key, value, enable_gqa, mixed=autocast)
         if layout.width == 0:  # All logits are 0, as with one number that is 0.
             query, key, layout = F.pad(query, (0, 1)), F.pad(key, (0, 1)), replace(layout, width=1)

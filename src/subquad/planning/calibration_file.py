@@ -97,7 +97,6 @@ def cached(device: torch.device, dtype: torch.dtype = torch.float32) -> Calibrat
 
 @lru_cache(maxsize=8)
 def _read(path: Path, changed: int, of: str, device: str) -> Calibration | None:
-    names = {name_of(*call) for call in grid_once()}
     lengths = {name_of(*call): len(work(*call)) for call in grid_once()}
     try:
         content = json.loads(path.read_text())
@@ -105,10 +104,8 @@ def _read(path: Path, changed: int, of: str, device: str) -> Calibration | None:
         whole = (
             content == with_checksum(content)
             and content["machine"] == json.loads(of)
-            and found.keys() == names
-            and all(len(found[name]) == lengths[name] for name in names)
-            and all(isinstance(c, float) and 0 <= c < math.inf for row in found.values() for c in row)
-            and all(any(row) for row in found.values())
+            and {name: len(row) for name, row in found.items()} == lengths
+            and all(any(row) and all(isinstance(c, float) and 0 <= c < math.inf for c in row) for row in found.values())
             and isinstance(note := content.get("note", ""), str)
             and isinstance(retries := content.get("retries", 0), int)
         )
