@@ -17,8 +17,9 @@ except PackageNotFoundError:
 
 import transformers
 from transformers import DynamicCache, EncoderDecoderCache, StaticCache
+from transformers.masking_utils import create_masks_for_generate
 
-from subquad.integrations.transformers import StateLayer, register, replace_attention, state_cache
+from subquad.integrations.transformers import Mask, StateLayer, register, replace_attention, state_cache
 from subquad.integrations.transformers.state_layer import RECORDED_PROMPT
 from tiny_models import LENGTH, LONG, WINDOW, WORDS, inputs, long_inputs, padding, prompt, real, tiny
 
@@ -294,6 +295,18 @@ def test_static_generation_is_dynamic_generation(name, method):
                         model.generate(**ids, **given, **option)
                 else:
                     assert model.generate(**ids, **given, **option).tolist() == expected.tolist()
+
+
+def test_a_mask_that_is_made_before_the_call_is_not_made_again():
+    """Versions of transformers differ: `generate` passes what the mask function returned, or its matrix."""
+    model, ids = tiny("llama"), inputs("llama", "left")
+    with replace_attention(model, "exact"):
+        first, second = (StaticCache(config=model.config, max_cache_len=20) for _ in range(2))
+        embeddings = torch.empty(*ids["input_ids"].shape, 0)
+        mask = create_masks_for_generate(model.config, embeddings, ids["attention_mask"], past_key_values=first)
+        assert isinstance(mask, Mask)
+        found = model(ids["input_ids"], attention_mask=mask, past_key_values=first).logits
+        assert found.equal(model(**ids, past_key_values=second).logits)
 
 
 def test_a_static_cache_is_refused_where_layers_differ(tmp_path):

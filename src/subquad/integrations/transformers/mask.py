@@ -35,12 +35,16 @@ class Mask:
     """The keys that a query may see: the rule that transformers made, and the padding.
 
     Args:
-        **arguments: The arguments of a transformers mask function.
+        **arguments: The arguments of a transformers mask function. `attention_mask` is the padding, (b, m), or a
+            `Mask` that is complete: `generate` creates those of static caches before the model runs.
     """
 
+    ndim = 4  # Models take masks of two dimensions for padding.
+
     def __init__(self, **arguments: Any) -> None:
-        self.arguments = arguments
-        self.key_length: int = arguments["kv_length"]
+        given = arguments.get("attention_mask")
+        self.arguments: dict[str, Any] = given.arguments if isinstance(given, Mask) else arguments
+        self.key_length: int = self.arguments["kv_length"]
         parallel = running()
         self.length = self.key_length if parallel is None else parallel.tokens  # of all ranks
         self.segment_ids = None if parallel is None else parallel.segment_ids  # numbered through all ranks
