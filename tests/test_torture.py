@@ -192,7 +192,7 @@ def test_flips_are_noticed_or_harmless_and_a_reader_without_checksums_is_found(t
         found = flipped(name, shared, tmp_path, count, "" if has_sums else "checkpoints/")
         assert found["flips and cuts"] > count / 2
         assert not [kind for kind in found if kind.startswith("FAILED")], (name, found)
-    monkeypatch.setattr(calibration_file, "_checksum", lambda content: AgreeingText())
+    monkeypatch.setattr(calibration_file, "checksum_of", lambda content: AgreeingText())
     again = tmp_path / "again"
     again.mkdir()
     assert flipped("calibration", shared, again, 40)["FAILED used in silence"] > 0

@@ -92,7 +92,7 @@ def change(path: Path, how, is_signed: bool = True) -> None:
     content = json.loads(path.read_text())
     checksum = content.pop("sha256")
     how(content)
-    path.write_text(json.dumps({**content, "sha256": cache._checksum(content) if is_signed else checksum}))
+    path.write_text(json.dumps({**content, "sha256": cache.checksum_of(content) if is_signed else checksum}))
 
 
 def first_row(content) -> list[float]:

@@ -346,13 +346,13 @@ def test_a_calibration_from_before_windows_is_made_again(fresh) -> None:
     (path,) = cache.cache_folder().iterdir()
     content = json.loads(path.read_text())
     for version in (7, cache.VERSION):
-        old = {"machine": content["machine"] | {"version": version}}
+        old = {"machine": content["machine"] | {"version": version}, "note": "", "retries": 0}
         old["coefficients"] = {k: v for k, v in content["coefficients"].items() if not k.startswith("sparse")}
-        path.write_text(json.dumps({**old, "sha256": cache._checksum(old)}))
+        path.write_text(json.dumps({**old, "sha256": cache.checksum_of(old)}))
         assert cache.cached(torch.device("cpu")) is None
         assert cache.calibration() == first
         assert cache.cached(torch.device("cpu")).seconds(Window(64), Shape(512, 512, 16, 16)) > 0
-    path.write_text(json.dumps({**old, "sha256": cache._checksum(old)}))
+    path.write_text(json.dumps({**old, "sha256": cache.checksum_of(old)}))
     assert plan(query_length=512, sample=near_sample(300)).candidates  # not a KeyError
 
 

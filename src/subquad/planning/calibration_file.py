@@ -120,7 +120,7 @@ def _read(path: Path, changed: int, of: str, device: str) -> Calibration | None:
         checksum = content.pop("sha256", None)
         if content["machine"] != json.loads(of):
             return None
-        if checksum != _checksum(content):
+        if checksum != checksum_of(content):
             raise _Damaged("its checksum is wrong")
         return _checked(content, device)
     except FileNotFoundError:
@@ -161,7 +161,8 @@ def _checked(content: dict[str, Any], device: str) -> Calibration:
     return found
 
 
-def _checksum(content: dict[str, Any]) -> str:
+def checksum_of(content: dict[str, Any]) -> str:
+    """Return the checksum of everything else in a file."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
@@ -224,7 +225,7 @@ def calibrate_into(
         content = {"machine": of, "note": made.note, "retries": made.retries, "coefficients": made.coefficients}
         with _writing():
             with open(temporary, "w") as file:
-                json.dump({**content, "sha256": _checksum(content)}, file, indent=1)
+                json.dump({**content, "sha256": checksum_of(content)}, file, indent=1)
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, path)
