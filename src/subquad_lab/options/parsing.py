@@ -119,9 +119,11 @@ def parser_of(
         name, description = command.__name__, (inspect.getdoc(command) or "").partition("\nArgs:")[0]
         options = Options(description=description)
         subcommands.add_subcommand(name, options, help=description.partition("\n")[0])
+        if arguments[:1] != [name]:  # Its options are not needed, and adding them takes time.
+            continue
         if name not in output_folders:
             add_parameters(options, command)
-        elif arguments[:1] == [name]:
+        else:
             known = experiments()
             arguments, searched = add_experiments(options, command, output_folders[name], arguments, known)
     return Parser(parser, arguments, known, searched)
@@ -165,6 +167,8 @@ def add_experiments(
         description = (inspect.getdoc(command) or "").partition("Example: ")[0]
         fields = Options(description=f"{description}{about}\n\n{example}")
         experiments.add_subcommand(name, fields, help=about.partition("\n")[0])
+        if arguments[1:2] != [name] and set(arguments[1:2]) & known.keys():  # Another one is asked for.
+            continue
         place = out if "resume" in own else f"{out}/{name}"  # A folder holds one comparison, or one sweep.
         fields.add_argument("--out", type=str, default=place, help="Output folder.")
         names = ", ".join(presets(name))
@@ -199,6 +203,9 @@ def with_config(given: dict[str, Any], experiment: Configured[Any] | None) -> di
     if experiment is None:
         return given | {"config": None, "out": ""}
     rest: dict[str, Any] = given.pop(experiment.name)
+    for option in ("out", "data"):
+        if rest.get(option) == "":  # as from an unset shell variable; it would mean the current folder
+            raise UsageError(f"--{option}: expected a path, got ''")
     kind = experiment.config
     config = kind(**{field.name: rest.pop(field.name) for field in fields(kind) if field.name in rest})
     del rest["config"], rest["preset"]
