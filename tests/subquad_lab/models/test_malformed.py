@@ -277,7 +277,7 @@ def test_a_malformed_gguf_file_is_one_line(fault, tmp_path, whole, capfd):
 @pytest.mark.parametrize("fault", [fault for fault in FILES if "model" not in fault and "architecture" not in fault])
 def test_the_header_itself_is_refused_before_another_library_reads_it(fault, tmp_path):
     (tmp_path / "x.gguf").write_bytes(FILES[fault])
-    with pytest.raises(ValueError, match="."):
+    with pytest.raises(ValueError, match=r"\w"):
         check_gguf(tmp_path / "x.gguf")
 
 
