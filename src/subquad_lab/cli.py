@@ -5,6 +5,7 @@ in `all_`, is dropped from the option. Each subcommand imports what it needs ins
 --help` does not wait for torch.
 """
 
+import errno
 import os
 import sys
 import warnings
@@ -221,6 +222,8 @@ def report(
     """
     from subquad_lab.commands import report
 
+    if out == "":
+        raise UsageError("--out: expected a file, got ''")
     report.run([Path(run) for run in runs], Path(root), Path(out), None if theory is None else Path(theory))
 
 
@@ -459,6 +462,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             complain(f"out of memory in `subquad {given[0]}`; {remedy}. Completed files and checkpoints are kept")
         elif isinstance(error, OSError):  # such as standard output redirected to a full disk
             complain(f"{error.filename or 'output'}: {error.strerror}")
+            return 2 if error.errno in (errno.ENAMETOOLONG, errno.ELOOP) else 1
         else:
             raise
         return 1

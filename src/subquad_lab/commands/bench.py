@@ -96,7 +96,10 @@ def run(
             folder.mkdir(parents=True, exist_ok=True)
             tempfile.TemporaryFile(dir=folder).close()
 
-    rows, peak = measured(named, sizes, case)
+    try:
+        rows, peak = measured(named, sizes, case)
+    except ValueError as error:  # A method does not fit these sizes.
+        raise UsageError(f"--methods: {error}") from error
     title = (
         f"{'Causal attention' if causal else 'Attention'}, {'forward and backward' if backward else 'forward'}, "
         f"float32, {heads} heads of width {head_dim}, threads: {torch.get_num_threads()}"

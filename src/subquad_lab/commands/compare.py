@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from subquad_lab import RunError
+from subquad_lab import RunError, UsageError
 from subquad_lab.figures.classification import Predictions
 from subquad_lab.figures.intervals import Interval, difference
 from subquad_lab.figures.plots import compared
@@ -25,6 +25,10 @@ def run(experiment: Experiment[Any], config: Training, out: Path) -> None:
     """Train the variants that are not finished, then print and write the table, the verdicts and the plot."""
     refuse_several("compare")
     variants = experiment.variants(config)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--out: cannot create {out}: {error.strerror}") from error
     done: dict[str, Series] = {}
     for i, (variant, own) in enumerate(variants.items(), 1):
         say(f"{i} of {len(variants)}: {variant}", flush=True)

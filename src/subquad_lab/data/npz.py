@@ -40,7 +40,7 @@ def read_npz(path: Path, keys: list[str]) -> dict[str, np.ndarray]:
         raise UsageError(f"--data: cannot read {path}: {error.strerror or error}") from error
     except Exception as error:  # For a malformed file, zipfile and numpy can raise anything.
         raise UsageError(
-            f"--data: {path} is not a valid .npz file of numbers: {error or type(error).__name__}"
+            f"--data: {path} is not a valid .npz file of numbers: {str(error) or type(error).__name__}"
         ) from error
 
 

@@ -260,7 +260,7 @@ def unpickle(content: bytes, path: Path) -> Any:
             raise ValueError(f"expected one value, got {len(machine.stack) + 1:,}")
         return found
     except Exception as error:  # For a malformed pickle, pickletools can raise anything.
-        raise UsageError(f"--data: {path}: not a Planetoid pickle: {error or type(error).__name__}") from error
+        raise UsageError(f"--data: {path}: not a Planetoid pickle: {str(error) or type(error).__name__}") from error
 
 
 def named(found: Any) -> str:

@@ -78,8 +78,8 @@ def _walk(cursor: _Cursor) -> int:
     alignment, keys = DEFAULT_ALIGNMENT, set()
     for _ in range(values):
         key, kind = cursor.text(), cursor.number("I")
-        if key in keys:
-            raise ValueError(f"duplicate key {key[:80]!r}")
+        if not key or key in keys:
+            raise ValueError(f"duplicate key {key[:80]!r}" if key else "a key is empty")
         keys.add(key)
         if key == "general.alignment" and kind == 4:
             (alignment,) = struct.unpack_from("<I", cursor.content, cursor.at)

@@ -90,7 +90,7 @@ def _tokenizer(kind: Any, folder: Path, named: dict[str, Any]) -> Any:
         return kind.from_pretrained(folder, **named)
     except Exception as error:  # Here all lines of a message matter.
         raise UsageError(
-            f"--model: the tokenizer in {folder} cannot be loaded: {error or type(error).__name__}"
+            f"--model: the tokenizer in {folder} cannot be loaded: {str(error) or type(error).__name__}"
         ) from error
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, fields
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, get_args, get_type_hints
 
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser
@@ -148,6 +148,11 @@ def typed(experiment: Configured[Any], values: dict[str, Any], source: object) -
     for key in values:
         if key not in known:
             raise UsageError(f"{source}: unknown field {key!r}; {experiment.name} has: {', '.join(known)}")
+    accepted = get_type_hints(kind)
+    for key, value in values.items():  # The parser does not check null.
+        if value is None and type(None) not in get_args(accepted[key]):
+            kinds = KINDS.get(getattr(accepted[key], "__name__", ""), "a value")
+            raise UsageError(f"{source}: {key}: expected {kinds}, got null")
     try:
         found: dict[str, Any] = parser.parse_object(values).as_dict()
         return found

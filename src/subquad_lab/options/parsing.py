@@ -143,9 +143,11 @@ def parser_of(
         name, description = command.__name__, (inspect.getdoc(command) or "").partition("\nArgs:")[0]
         options = Options(description=description)
         subcommands.add_subcommand(name, options, help=description.partition("\n")[0])
+        if arguments[:1] != [name]:  # Its options are not needed, and adding them takes time.
+            continue
         if name not in output_folders:
             add_parameters(options, command)
-        elif arguments[:1] == [name]:
+        else:
             known = experiments()
             arguments, searched = add_experiments(options, command, output_folders[name], arguments, known)
     return Parser(parser, arguments, known, searched)
@@ -190,6 +192,8 @@ def add_experiments(
         description = (inspect.getdoc(command) or "").partition("Example: ")[0]
         fields = Options(description=f"{description}{about}\n\n{example}")
         experiments.add_subcommand(name, fields, help=about.partition("\n")[0])
+        if arguments[1:2] != [name] and set(arguments[1:2]) & known.keys():  # Another one is asked for.
+            continue
         place = out if "resume" in own else f"{out}/{name}"  # A folder holds one comparison, or one sweep.
         fields.add_argument("--out", type=str, default=place, help="Output folder.")
         names = ", ".join(presets(name))

@@ -14,7 +14,6 @@ from typing import Any
 
 import yaml
 from jsonargparse import _loaders_dumpers
-from yaml.constructor import BaseConstructor, ConstructorError
 
 MAX_DEPTH = 16
 CORE = "tag:yaml.org,2002:"
@@ -29,7 +28,7 @@ WORDS = {"yes": True, "no": False, "true": True, "false": False, "on": True, "of
 TRUTH = re.compile(rf"(?:{'|'.join(form for word in WORDS for form in (word, word.title(), word.upper()))})$")
 
 
-class _Loader(yaml.SafeLoader):
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]
     """PyYAML's safe loader without the parts above."""
 
     yaml_implicit_resolvers: Any = {}  # noqa: RUF012 as its parent has it
@@ -39,10 +38,14 @@ class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: Any, index: Any) -> Any:
         event = self.peek_event()
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
-            raise ConstructorError(None, None, "anchors (&) and aliases (*) are not supported", event.start_mark)
+            raise yaml.constructor.ConstructorError(
+                None, None, "anchors (&) and aliases (*) are not supported", event.start_mark
+            )
         self.depth += 1
         if self.depth > MAX_DEPTH:
-            raise ConstructorError(None, None, f"expected at most {MAX_DEPTH} levels", event.start_mark)
+            raise yaml.constructor.ConstructorError(
+                None, None, f"expected at most {MAX_DEPTH} levels", event.start_mark
+            )
         node = super().compose_node(parent, index)
         self.depth -= 1
         return node
@@ -52,14 +55,16 @@ class _Loader(yaml.SafeLoader):
         if isinstance(node, yaml.MappingNode):
             for key, _ in node.value:
                 if not isinstance(key, yaml.ScalarNode):
-                    raise ConstructorError(None, None, "expected a name as a key", key.start_mark)
+                    raise yaml.constructor.ConstructorError(None, None, "expected a name as a key", key.start_mark)
                 if key.value in seen:
-                    raise ConstructorError(None, None, f"duplicate key {key.value[:80]!r}", key.start_mark)
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"duplicate key {key.value[:80]!r}", key.start_mark
+                    )
                 seen.add(key.value)
-        return BaseConstructor.construct_mapping(self, node, deep)  # type: ignore[no-any-return]  # no merge keys
+        return yaml.constructor.BaseConstructor.construct_mapping(self, node, deep)  # type: ignore[no-any-return]  # no merge keys
 
     def undefined(self, node: Any) -> None:
-        raise ConstructorError(
+        raise yaml.constructor.ConstructorError(
             None, None, f"could not determine a constructor for the tag {node.tag[:80]!r}", node.start_mark
         )
 
@@ -79,7 +84,7 @@ class _Loader(yaml.SafeLoader):
                 return convert(text.replace("_", ""))
         except ValueError:  # An integer of thousands of digits is not converted.
             pass
-        raise ConstructorError(None, None, f"invalid value {text[:80]!r}", node.start_mark)
+        raise yaml.constructor.ConstructorError(None, None, f"invalid value {text[:80]!r}", node.start_mark)
 
 
 class _OptionLoader(_Loader):
@@ -131,4 +136,4 @@ def option_value(text: str) -> Any:
 
 # jsonargparse reads numbers with a loader of its own, for which --steps 1:30 means 90. It has no setting for it; a test
 # notices when a version ignores this one.
-_loaders_dumpers.yaml_default_loader = _OptionLoader
+_loaders_dumpers.yaml_default_loader = _OptionLoader  # type: ignore[assignment]

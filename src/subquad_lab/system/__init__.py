@@ -1,1 +1,1 @@
-"""The machine: atomic files, memory, and timing."""
+"""The machine: files, memory, and timing."""

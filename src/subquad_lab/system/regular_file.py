@@ -9,8 +9,8 @@ All refusals are an OSError whose `strerror` says why and whose `filename` is th
 import errno
 import os
 import stat
+from io import BufferedReader
 from os import PathLike
-from typing import BinaryIO
 
 # Windows has neither of the last two.
 FLAGS = os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
@@ -20,7 +20,7 @@ KINDS = {
 }  # fmt: skip
 
 
-def open_regular(path: str | PathLike[str]) -> BinaryIO:
+def open_regular(path: str | PathLike[str]) -> BufferedReader:
     """Open a regular file for reading; raise OSError for anything else, without blocking.
 
     Example:

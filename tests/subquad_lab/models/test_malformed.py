@@ -274,6 +274,13 @@ def test_a_malformed_gguf_file_is_one_line(fault, tmp_path, whole, capfd):
     assert "x.gguf" in refused(tmp_path / "x.gguf", whole / "text.txt", capfd)
 
 
+@pytest.mark.parametrize("fault", [fault for fault in FILES if "model" not in fault and "architecture" not in fault])
+def test_the_header_itself_is_refused_before_another_library_reads_it(fault, tmp_path):
+    (tmp_path / "x.gguf").write_bytes(FILES[fault])
+    with pytest.raises(ValueError, match=r"\w"):
+        check_gguf(tmp_path / "x.gguf")
+
+
 def test_every_cut_of_a_gguf_file_is_refused(tmp_path):
     """At all bytes of the header and of the tensors."""
     for end in range(len(GOOD)):
