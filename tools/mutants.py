@@ -4,7 +4,7 @@
 
 A mutant is the library with one expression changed (see `mutations.py`). First every test file runs once without a
 mutation, while `executed_lines.py` records which lines of the library it executes. Then each mutant runs the test files
-that execute its line, the quickest first, each in its own process. It is caught if a test fails, if the process
+that execute its line, in order of duration, each in its own process. It is caught if a test fails, if the process
 crashes, or if it takes far more processor time than without the change. A mutant in a line that no test executes
 survives. The exit code is 1 if fewer than 90 % are caught, and 2 if the tests fail without a mutation.
 """
@@ -146,7 +146,7 @@ def test_recorded(path: Path, sources: Sequence[Path], out: Path) -> int:
 
 
 def record(tests: Sequence[Path], sources: Sequence[Path]) -> list[Recorded]:
-    """Run each test file without a mutation and return what it did, the quickest first; empty if one fails."""
+    """Run each test file without a mutation and return what it did, in order of duration; empty if one fails."""
     found = []
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "lines.json"
