@@ -78,6 +78,20 @@ def test_a_result_without_numbers_has_the_broadcast_shape(name, is_causal):
         assert all(g is None or not bool(g.any()) for g in grads)
 
 
+@both
+@pytest.mark.parametrize("batch", [0, 2])
+@pytest.mark.parametrize("name", [*ALL, "narrow"])
+def test_pieces_without_tokens_and_batches_without_rows_have_states_and_steps(name, batch, is_causal):
+    method = (ALL | {"narrow": Window(1, sinks=1)})[name]
+    x, state, parts = torch.ones(batch, 1, 4, 7).mT, None, []  # Torch calls a piece of length 0 contiguous.
+    for cut in (slice(0, 0), slice(0, 1), slice(1, 2), slice(2, 5), slice(5, 5)):
+        part, state = attention(*[x[:, :, cut]] * 3, is_causal=is_causal, method=method, state=state, return_state=True)
+        parts.append(part)
+    decoder = Decoder(state)
+    parts += [decoder(*[x[:, :, i : i + 1]] * 3) for i in (5, 6)]
+    assert torch.cat(parts, -2).shape == (batch, 1, 7, 4) and decoder.state.length == 7
+
+
 @by_any_method
 @both
 def test_heads_may_be_masked_where_key_heads_are_padded_and_packed(name, is_causal):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from calls import METHODS, attended, normal_inputs
-from subquad import attention
+from subquad import Exact, Multipole, Window, attention
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -59,3 +59,22 @@ def test_a_mask_of_keys_is_supported():
         for mask in (keep, keep[None], keep.expand(2, 1, 1, 9), keep.expand(2, 2, 1, 9)):
             found = attention(q, k, v, attn_mask=mask, method=method)
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind"),
+    [
+        (dict(scale=float("nan")), ValueError),
+        (dict(scale=-float("inf")), ValueError),
+        (dict(scale="big"), TypeError),
+        (dict(scale=[1.0]), TypeError),
+        (dict(dropout_p=1.5), ValueError),
+        (dict(dropout_p=-0.1), ValueError),
+        (dict(dropout_p="0.1"), TypeError),
+    ],
+)
+def test_factors_that_are_not_usable_numbers_are_refused_by_name(options, kind):
+    padding = torch.ones(6, dtype=torch.bool)  # Exact attention without a mask raises what torch raises.
+    for method in (Exact(), Window(3), Multipole(), *METHODS.values()):
+        with pytest.raises(kind, match=f"^{next(iter(options))}: expected a "):
+            attention(*normal_inputs(2, 2, n=6), method=method, key_padding_mask=padding, **options)

@@ -6,7 +6,7 @@ Axes: b batch and key heads, g query heads per key head, n queries, m keys, d wi
 """
 
 from dataclasses import replace
-from math import sqrt
+from math import isfinite, sqrt
 from typing import NamedTuple
 
 import torch
@@ -63,11 +63,10 @@ class Call(NamedTuple):
             raise TypeError(
                 f"state: expected the result of attention(..., return_state=True), got {type(state).__name__}"
             )
-        dtype = query.dtype
+        check_numbers(dropout_p, scale)
         device = query.device.type
-        autocast = device != "meta" and torch.is_autocast_enabled(device) and dtype != torch.float64
-        if autocast:
-            dtype = torch.get_autocast_dtype(device)
+        autocast = device != "meta" and torch.is_autocast_enabled(device) and query.dtype != torch.float64
+        dtype = torch.get_autocast_dtype(device) if autocast else query.dtype
         layout = layout_of(query, key, value, enable_gqa, mixed=autocast)
         if layout.width == 0:  # All logits are 0, as with one number that is 0.
             query, key, layout = F.pad(query, (0, 1)), F.pad(key, (0, 1)), replace(layout, width=1)
@@ -178,3 +177,14 @@ def check_tensors(**named: object) -> None:
     for name, x in named.items():
         if not isinstance(x, Tensor):
             raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
+
+
+def check_numbers(dropout_p: float, scale: float | None) -> None:
+    """Raise unless dropout_p is a probability and the scale a finite number; symbols of recorded programs pass."""
+    for name, number in (("dropout_p", dropout_p), ("scale", scale)):
+        if isinstance(number, str | bytes | bool | complex | list | tuple):
+            raise TypeError(f"{name}: expected a number, got {number!r}")
+    if isinstance(scale, int | float) and not isfinite(scale):
+        raise ValueError(f"scale: expected a finite number, got {scale}")
+    if isinstance(dropout_p, int | float) and not 0 <= dropout_p <= 1:
+        raise ValueError(f"dropout_p: expected a number from 0 to 1, got {dropout_p}")

@@ -32,7 +32,7 @@ def meet_natively(method: Multipole, q: Tensor, memory: Memory, sees: Tensor, sc
     q = q if q.stride(-1) == 1 or q.shape[-1] == 1 else q.contiguous()
     sees, table = sees.contiguous(), memory.table()
     b, g, n, _ = q.shape
-    if memory.length == 0:
+    if memory.length == 0 or n == 0:
         return q.new_zeros(b, g, n, memory.raw_values.shape[-1])
     # The heads of a token side by side, as the projection after attention reads them.
     output = q.new_empty(n, b, g, memory.raw_values.shape[-1]).permute(1, 2, 0, 3)

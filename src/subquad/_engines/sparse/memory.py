@@ -124,7 +124,7 @@ def _sinks(
     b, device = seen.keys.shape[0], seen.keys.device
     places = torch.arange(start, start + seen.keys.shape[1], device=device).expand(b, -1)
     if prefix is not None and before is not None:
-        old = before.parts[2].reshape(layout.rows, -1)
+        old = before.parts[2].reshape(layout.rows, before.parts[2].shape[-1])
         seen, places = prefix.followed_by(seen), torch.cat([old, places], 1)
     count = min(method.sinks, places.shape[1])
     if count == 0:
