@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from threading import Timer
 
 import pytest
 import torch
@@ -29,37 +30,119 @@ def test_it_is_made_once_with_progress(fresh) -> None:
     assert len(fresh) == count
 
 
-@pytest.mark.parametrize("damage", ["", "[" * 100_000, "{", "[]", "null", '{"machine": {}, "coefficients": {}}'])
-def test_a_damaged_cache_is_made_again(fresh, damage) -> None:
-    first = calibration()
-    (path,) = cache.cache_folder().iterdir()
-    path.write_text(damage)
+def file() -> Path:
+    return cache.file_of(cache.machine(CPU, torch.float32))
+
+
+def rebuilt(fresh, caplog) -> str:
+    """Calibrate where a damaged file is, and return the one line that says so."""
     count = len(fresh)
+    assert cache.cached(CPU) is None and not caplog.records
+    calibration()
+    assert len(fresh) > count and len(caplog.records) == 1 and cache.cached(CPU) is not None
+    line = caplog.records[0].getMessage()
+    assert line.startswith(f"{file()}: ") and line.endswith("; this machine is calibrated again") and "\n" not in line
+    return line
+
+
+DAMAGES = {
+    "": "it is not a calibration",
+    "[" * 50_000: "it is not a calibration",
+    "{": "it is not a calibration",
+    "[]": "it is not a calibration",
+    "null": "it is not a calibration",
+    '{"machine": ': "it is not a calibration",
+    "\ud800": "it is not a calibration",
+    " " * 70_000: "it has 70,000 bytes, more than the 65,536 of any calibration",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=range(len(DAMAGES)))
+def test_a_damaged_cache_is_made_again_with_a_warning(fresh, caplog, damage) -> None:
+    first = calibration()
+    file().write_bytes(damage.encode(errors="surrogatepass"))
+    assert DAMAGES[damage] in rebuilt(fresh, caplog)
     assert calibration() == first
-    assert len(fresh) == 2 * count
-    json.loads(path.read_text())
 
 
-@pytest.mark.parametrize("change", [
-    lambda content: content["machine"].update(torch="0.0"),
-    lambda content: content["machine"].update(version=-1),
-    lambda content: content["machine"].update(device="cpu: another one"),
+@pytest.mark.parametrize("kind", ["fifo", "/dev/zero", "/dev/null", "folder"])
+def test_what_is_not_a_regular_file_is_replaced_without_waiting(fresh, caplog, tmp_path, kind) -> None:
+    """Directly, or behind a symbolic link; a link is replaced, and not what it leads to."""
+    target = Path(kind) if kind.startswith("/") else tmp_path / kind
+    if kind == "fifo":
+        os.mkfifo(target)
+    elif kind == "folder":
+        target.mkdir()
+    file().parent.mkdir()
+    file().symlink_to(target)
+    begin = time.monotonic()
+    assert "it is not a regular file" in rebuilt(fresh, caplog)
+    assert time.monotonic() - begin < 5
+    assert file().is_file() and not file().is_symlink() and target.exists() and not target.is_file()
+
+
+def test_a_named_pipe_itself_is_replaced(fresh, caplog) -> None:
+    file().parent.mkdir()
+    os.mkfifo(file())
+    assert "it is not a regular file" in rebuilt(fresh, caplog) and file().is_file()
+
+
+def change(path: Path, how, is_signed: bool = True) -> None:
+    """Change the content, with the checksum of the changed content or with the old one."""
+    content = json.loads(path.read_text())
+    checksum = content.pop("sha256")
+    how(content)
+    path.write_text(json.dumps({**content, "sha256": cache._checksum(content) if is_signed else checksum}))
+
+
+def first_row(content) -> list[float]:
+    return next(iter(content["coefficients"].values()))
+
+
+@pytest.mark.parametrize("number", [1e308, 1e3, -1.0, float("nan"), float("inf"), "1", True, None, 1, [], 10**400])
+@pytest.mark.parametrize("is_signed", [True, False])
+def test_a_coefficient_that_cannot_be_is_never_used(fresh, caplog, number, is_signed) -> None:
+    """The largest of its row, so that the others cannot make up for it."""
+    first = calibration()
+    set_largest = lambda content: (row := first_row(content)).__setitem__(row.index(max(row)), number)
+    change(file(), set_largest, is_signed)
+    line = rebuilt(fresh, caplog)
+    assert ("checksum" in line) != is_signed
+    assert calibration() == first
+
+
+@pytest.mark.parametrize("how", [
     lambda content: content["coefficients"].popitem(),
     lambda content: content["coefficients"].update(extra=[1.0]),
-    lambda content: next(iter(content["coefficients"].values())).append(1.0),
-    lambda content: next(iter(content["coefficients"].values())).__setitem__(0, -1.0),
-    lambda content: next(iter(content["coefficients"].values())).__setitem__(0, float("nan")),
-    lambda content: next(iter(content["coefficients"].values())).__setitem__(0, "1"),
-    lambda content: next(iter(content["coefficients"].values())).__setitem__(slice(None), [0.0] * 18),
+    lambda content: first_row(content).append(1.0),
+    lambda content: first_row(content).__setitem__(slice(None), [0.0] * 18),
+    lambda content: first_row(content).__setitem__(slice(None), [1e-300] * 18),
+    lambda content: content.update(note=5),
+    lambda content: content.update(retries=10**6),
+    lambda content: content.update(retries=True),
+    lambda content: content.pop("note"),
 ])  # fmt: skip
-def test_a_cache_that_is_not_of_this_machine_is_not_trusted(fresh, change) -> None:
+def test_a_calibration_that_does_not_fit_is_made_again(fresh, caplog, how) -> None:
     first = calibration()
-    (path,) = cache.cache_folder().iterdir()
-    content = json.loads(path.read_text())
-    change(content)
-    path.write_text(json.dumps(content))
-    assert cache.cached(CPU) is None
+    change(file(), how)
+    rebuilt(fresh, caplog)
     assert calibration() == first
+
+
+def test_every_digit_is_under_the_checksum(fresh, caplog) -> None:
+    calibration()
+    text = file().read_text()
+    digit = next(i for i in range(text.index("coefficients"), len(text)) if text[i] in "23456789")
+    file().write_text(f"{text[:digit]}1{text[digit + 1 :]}")
+    assert "its checksum is wrong" in rebuilt(fresh, caplog)
+
+
+@pytest.mark.parametrize("part", [{"torch": "0.0"}, {"version": -1}, {"device": "cpu: another one"}])
+def test_a_calibration_of_another_machine_is_not_used_and_not_called_damaged(fresh, caplog, part) -> None:
+    first = calibration()
+    change(file(), lambda content: content["machine"].update(part))
+    assert cache.cached(CPU) is None
+    assert calibration() == first and not caplog.records
 
 
 def test_threads_and_dtypes_have_their_own(fresh, one_thread) -> None:
@@ -160,7 +243,8 @@ def test_a_process_that_was_killed_holds_nobody_up(fresh, tmp_path) -> None:
 
 def test_a_process_that_was_stopped_is_not_waited_for_forever(fresh, monkeypatch, caplog) -> None:
     fcntl = pytest.importorskip("fcntl")
-    monkeypatch.setattr(cache, "MAX_WAIT_SECONDS", 0.2)
+    monkeypatch.setattr(cache, "MAX_WAIT_SECONDS", 0.4)
+    monkeypatch.setattr(cache, "QUIET_WAIT_SECONDS", 0.2)
     cache.cache_folder().mkdir()
     held = os.open(cache.cache_folder(), os.O_RDONLY)
     fcntl.flock(held, fcntl.LOCK_EX)
@@ -169,7 +253,21 @@ def test_a_process_that_was_stopped_is_not_waited_for_forever(fresh, monkeypatch
     finally:
         os.close(held)
     assert fresh
-    assert [r.getMessage() for r in caplog.records] == ["waiting for another process that calibrates this machine"]
+    assert [r.getMessage() for r in caplog.records] == [
+        "waiting for another process that calibrates this machine (at most 0 s); it holds the lock of "
+        f"{cache.cache_folder()}",
+        f"the other process still holds the lock of {cache.cache_folder()}; continuing without it",
+    ]
+
+
+def test_a_short_wait_is_not_worth_a_word(fresh, caplog) -> None:
+    fcntl = pytest.importorskip("fcntl")
+    cache.cache_folder().mkdir()
+    held = os.open(cache.cache_folder(), os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    Timer(0.3, os.close, [held]).start()
+    calibration()
+    assert fresh and not caplog.records
 
 
 @pytest.mark.parametrize("function", ["fdopen", "fsync", "replace"])

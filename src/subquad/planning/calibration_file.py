@@ -1,17 +1,20 @@
 """The calibration of this machine, kept in the user's cache folder.
 
-A file that is damaged, or belongs to another machine, version or number of threads, is never trusted but made again.
+A file that belongs to another machine, version or number of threads is made again; so is a damaged one, with a warning.
+It is damaged unless it is a regular file of limited size with the right checksum, and predicts plausible times.
 One that was made on a busy machine has a note; it is used, and made again once the machine is quiet, a few times.
 
 One process at a time measures; others wait for it and read its result. The lock is held by the system, which releases
 it when a process ends, however it ends. The file appears whole or not at all.
 """
 
+import hashlib
 import json
 import logging
 import math
 import os
 import platform
+import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -30,19 +33,23 @@ except ImportError:  # Windows has no fcntl: two processes may then measure at o
 
 from subquad import native
 from subquad.planning.busyness import is_loaded, load
-from subquad.planning.calibration import calibrate, grid_once
+from subquad.planning.calibration import MAX_RETRIES, calibrate, grid_once
 from subquad.planning.progress import Progress
+from subquad.planning.reference import reference_seconds
 from subquad.planning.seconds import Calibration, name_of, work
 from subquad.planning.shape import Shape
 
 __all__ = ["cache_folder", "cached", "calibration", "file_of", "machine", "predicted_seconds"]
 
-VERSION = 8  # of the file, and of the work that the coefficients are for
+VERSION = 9  # of the file, and of the work that the coefficients are for
 RETRY_SECONDS = 600.0  # age from which on a calibration of a busy machine is made again, if it is quiet now
 MAX_WAIT_SECONDS = 60.0  # for another process that measures, which cannot take longer
 POLL_SECONDS = 0.1
+QUIET_WAIT_SECONDS = 1.0  # before it is said that another process is waited for
+MAX_FILE_BYTES = 1 << 16
+PLAUSIBLE_FACTOR = 1e5  # by which a machine may be slower or faster than the reference
 NOTE_ON_RETRIES = " A later run on a quiet machine measures again."
-RESERVED_BYTES = 1 << 16  # more than a file has: a full disk is found before the work
+RESERVED_BYTES = MAX_FILE_BYTES  # A full disk is found before the work.
 
 log = logging.getLogger("subquad")
 
@@ -78,13 +85,25 @@ def cache_folder() -> Path:
 
 
 def file_of(of: dict[str, str | int]) -> Path:
-    """Return the file for a machine."""
-    words = "-".join(str(of[part]) for part in ("device", "dtype", "threads", "torch", "native"))
+    """Return the file for a machine; two versions of the library do not replace each other's."""
+    words = "-".join(str(of[part]) for part in ("device", "dtype", "threads", "torch", "native", "version"))
     return cache_folder() / f"calibration-{''.join(c if c.isalnum() or c in '.-' else '_' for c in words)}.json"
+
+
+class _Damaged(ValueError):
+    """A file in the place of a calibration that is not one."""
 
 
 def cached(device: torch.device, dtype: torch.dtype = torch.float32) -> Calibration | None:
     """Return the calibration that an earlier run left, if it is valid for this machine."""
+    try:
+        return _found(device, dtype)
+    except _Damaged:
+        return None
+
+
+def _found(device: torch.device, dtype: torch.dtype) -> Calibration | None:
+    """Return the calibration in the file, or None if there is none for this machine; raise if it is damaged."""
     of = machine(device, dtype)
     try:
         path = file_of(of)
@@ -96,23 +115,54 @@ def cached(device: torch.device, dtype: torch.dtype = torch.float32) -> Calibrat
 
 @lru_cache(maxsize=8)
 def _read(path: Path, changed: int, of: str, device: str) -> Calibration | None:
-    names = {name_of(*call) for call in grid_once()}
-    lengths = {name_of(*call): len(work(*call)) for call in grid_once()}
     try:
-        content = json.loads(path.read_text())
-        found = content["coefficients"]
-        whole = (
-            content["machine"] == json.loads(of)
-            and found.keys() == names
-            and all(len(found[name]) == lengths[name] for name in names)
-            and all(isinstance(c, float) and 0 <= c < math.inf for row in found.values() for c in row)
-            and all(any(row) for row in found.values())
-            and isinstance(note := content.get("note", ""), str)
-            and isinstance(retries := content.get("retries", 0), int)
-        )
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        content = json.loads(_content(path))
+        checksum = content.pop("sha256", None)
+        if content["machine"] != json.loads(of):
+            return None
+        if checksum != _checksum(content):
+            raise _Damaged("its checksum is wrong")
+        return _checked(content, device)
+    except FileNotFoundError:
         return None
-    return Calibration(found, device, note, retries) if whole else None
+    except OSError as error:
+        raise _Damaged(error.strerror) from None
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise error if isinstance(error, _Damaged) else _Damaged("it is not a calibration") from None
+
+
+def _content(path: Path) -> bytes:
+    """Read a regular file of limited size. A named pipe is opened without waiting for a writer, and refused."""
+    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+    try:
+        about = os.fstat(handle)
+        if not stat.S_ISREG(about.st_mode):
+            raise _Damaged("it is not a regular file")
+        if about.st_size > MAX_FILE_BYTES:
+            raise _Damaged(f"it has {about.st_size:,} bytes, more than the {MAX_FILE_BYTES:,} of any calibration")
+        return os.read(handle, MAX_FILE_BYTES)
+    finally:
+        os.close(handle)
+
+
+def _checked(content: dict[str, Any], device: str) -> Calibration:
+    """Return a calibration whose coefficients are numbers that predict plausible times for all calls of the grid."""
+    found = Calibration(content["coefficients"], device, content["note"], content["retries"])
+    is_whole = type(found.note) is str and type(found.retries) is int and 0 <= found.retries <= MAX_RETRIES
+    if not is_whole or found.coefficients.keys() != {name_of(*call) for call in grid_once()}:
+        raise _Damaged("it is not a calibration of this version")
+    for call in grid_once():
+        row, units = found.coefficients[name_of(*call)], work(*call)
+        if len(row) != len(units) or not all(type(c) is float and 0 <= c < math.inf for c in row):
+            raise _Damaged(f"{name_of(*call)}: expected {len(units)} numbers >= 0")
+        pace = math.fsum(c * w for c, w in zip(row, units, strict=True)) / reference_seconds(*call)
+        if not 1 / PLAUSIBLE_FACTOR < pace < PLAUSIBLE_FACTOR:
+            raise _Damaged(f"{name_of(*call)}: its times are {pace:.2g} times those of a usual machine")
+    return found
+
+
+def _checksum(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def calibration(
@@ -131,7 +181,11 @@ def calibration(
         found = _settled(device, dtype)
         if found is not None:
             return found
-        rough = cached(device, dtype)
+        try:
+            rough = _found(device, dtype)
+        except _Damaged as error:
+            log.warning("%s: %s; this machine is calibrated again", path, error)
+            rough = None
         return calibrate_into(path, of, partial(calibrate, device, dtype, progress), rough)
 
 
@@ -170,7 +224,7 @@ def calibrate_into(
         content = {"machine": of, "note": made.note, "retries": made.retries, "coefficients": made.coefficients}
         with _writing():
             with open(temporary, "w") as file:
-                json.dump(content, file, indent=1)
+                json.dump({**content, "sha256": _checksum(content)}, file, indent=1)
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(temporary, path)
@@ -198,17 +252,19 @@ def _alone(folder: Path) -> Iterator[None]:
 
 def _lock(handle: int) -> None:
     """Wait for the lock, but not for a process that was stopped, nor where the file system has no locks."""
-    end, is_told = time.monotonic() + MAX_WAIT_SECONDS, False
-    while time.monotonic() < end:
+    begin, is_told = time.monotonic(), False
+    while (waited := time.monotonic() - begin) < MAX_WAIT_SECONDS:
         try:
             return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            if not is_told:
-                log.warning("waiting for another process that calibrates this machine")
-            is_told = True
+            if waited >= QUIET_WAIT_SECONDS and not is_told:
+                log.warning("waiting for another process that calibrates this machine (at most %.0f s); it holds the "
+                            "lock of %s", MAX_WAIT_SECONDS, cache_folder())  # fmt: skip
+                is_told = True
             time.sleep(POLL_SECONDS)
         except OSError:
             return None
+    log.warning("the other process still holds the lock of %s; continuing without it", cache_folder())
     return None
 
 
