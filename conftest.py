@@ -27,7 +27,7 @@ def calibrated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
     from subquad import native
     from subquad.planning.calibration import grid
-    from subquad.planning.calibration_file import file_of, machine
+    from subquad.planning.calibration_file import _checksum, file_of, machine
     from subquad.planning.reference import reference_coefficients
     from subquad.planning.seconds import name_of
 
@@ -37,7 +37,8 @@ def calibrated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
             found = {name_of(*call): reference_coefficients(*call) for call in grid()}
             for threads in {1, torch.get_num_threads()}:
                 of = machine(torch.device("cpu"), torch.float32) | {"threads": threads}
-                file_of(of).write_text(json.dumps({"machine": of, "coefficients": found}))
+                content = {"machine": of, "note": "", "retries": 0, "coefficients": found}
+                file_of(of).write_text(json.dumps(content | {"sha256": _checksum(content)}))
     yield
     if before is None:
         del os.environ["SUBQUAD_CACHE"]
