@@ -4,7 +4,7 @@ BIN := .venv/bin
 
 # A virtual machine can advertise AMX without allowing it; a bfloat16 product then crashes with an illegal
 # instruction. oneDNN reads this limit when torch is loaded, so it must be set before Python starts.
-test bench demo mutants theory sanitize: export ONEDNN_MAX_CPU_ISA = AVX512_CORE_BF16
+test bench demo mutants torture theory sanitize: export ONEDNN_MAX_CPU_ISA = AVX512_CORE_BF16
 
 # pip applies -c to what it installs but not to its isolated build environment; these two variables
 # (the first for older pips, the second for newer ones) pin that as well.
@@ -13,7 +13,7 @@ PIP_INSTALL := PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.t
 
 KERNELS := $(wildcard src/subquad/native/src/*.cpp src/subquad/native/src/*.h)
 
-.PHONY: help demo test lint bench mutants docs theory wheel hub-kernel sanitize clean
+.PHONY: help demo test lint bench mutants torture docs theory wheel hub-kernel sanitize clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -38,6 +38,11 @@ bench: .venv/installed-bench ## benchmark against torch and performer-pytorch, a
 
 mutants: .venv/installed ## run mutation tests: count the deliberate bugs that the tests detect
 	@$(BIN)/python tools/mutants.py
+
+torture: MINUTES ?= 60
+torture: SEED ?= 0
+torture: .venv/installed ## run random calls, kills, damaged and hostile files for MINUTES=60 with SEED=0
+	@$(BIN)/python tools/torture.py --minutes $(MINUTES) --seed $(SEED)
 
 docs: .venv/installed ## build the documentation in site/; warnings are errors
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
