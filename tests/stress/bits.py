@@ -1,8 +1,8 @@
 """Bits that must not change: a row alone and in a batch, on 1 and 2 threads, and the past under edits of the future.
 
-With the kernels every method keeps all three promises, forward and backward. Bidirectional `Separable` and
-trigonometric features are torch operations, whose bits may depend on the batch and on the number of threads; they only
-keep the third.
+With the kernels every method keeps all three promises, forward and backward. Bidirectional `Separable`, trigonometric
+features and packed sequences of feature methods are torch operations, whose bits may depend on the batch and on the
+number of threads; they only keep the third.
 """
 
 import math
@@ -18,6 +18,7 @@ from calls import Squares
 from stress.draws import generator_of
 from stress.parts import Failure, Part, draw_for
 from subquad import BlockSparse, Linear, Multipole, RandomFeatures, Separable, Taylor, Window, attention, native
+from subquad._engines import engine_of
 
 METHODS: dict[str, Any] = {
     "taylor 1": Taylor(1),
@@ -140,7 +141,8 @@ def case(number: int, shared: Path) -> Counter[str]:
     name = rng.choice(list(METHODS))
     drawn = draw(rng, name)
     counts: Counter[str] = Counter()
-    is_by_torch = name in BY_TORCH or (name == "separable" and not drawn.options["is_causal"])
+    is_packed = engine_of(drawn.method) == "features" and "segment_ids" in drawn.options
+    is_by_torch = name in BY_TORCH or is_packed or (name == "separable" and not drawn.options["is_causal"])
     if native.available() and not is_by_torch:
         check_rows_and_threads(drawn)
         counts["comparisons"] += 2 * (1 + len(drawn.inputs[0]))

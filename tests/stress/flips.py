@@ -34,7 +34,7 @@ from subquad_lab.training import checkpoint, seeds
 from subquad_lab.training.checkpoint import Damaged
 from subquad_lab.training.interruption import Interrupted
 
-CHECKED = {"config.yaml", "run.json", "result.json", "metrics.jsonl", "SHA256SUMS"}
+CHECKED = {"config.yaml", "run.json", "result.json", "metrics.jsonl"}  # A list of checksums has lines for others too.
 FOR_PEOPLE = re.compile(r"timing\.jsonl$|\.svg$|(^|/)events/|summary\.json$|\.html$")
 CHECKPOINT = re.compile(r"checkpoints/\d+/")
 STEPS = 12
@@ -74,8 +74,10 @@ def _sample(folder: Path) -> Read:
 
 def _resume(folder: Path) -> Read:
     """Resume a run: it ends as it would have ended, or says why not."""
+    is_begun = not (folder / "run/result.json").is_file()
     read = _shown(run_command("train", "--resume", folder / "run"), folder)
-    logs = [path.read_text() for path in sorted(folder.glob("**/metrics.jsonl"))]
+    # A finished run does not need its log.
+    logs = [path.read_text(errors="replace") for path in folder.glob("run/metrics.jsonl") if is_begun]
     return Read("\n".join([re.sub(r"[\d.]+ s\b", "", read.content), *logs]), read.is_noticed)
 
 
@@ -117,7 +119,7 @@ def _graph(folder: Path) -> Read:
     return Read(load_graph(str(folder.parent / "planetoid")).checksum, False)
 
 
-# What is damaged, and what reads it; the first one of a run must notice.
+# What is damaged, and what reads it; the first one reads all files that must be noticed.
 READERS: dict[str, tuple[Callable[[Path], Read], ...]] = {
     "finished": (_runs, _report, _evaluate, _sample, _resume),
     "begun": (_runs, _evaluate, _resume),
@@ -219,6 +221,8 @@ def flip(rng: random.Random, name: str, shared: Path, place: Path) -> Counter[st
     expected = json.loads((shared / f"{name}.json").read_text())
     readers = READERS[name]
     chosen = list(readers) if len(readers) < 3 else [readers[0], rng.choice(readers[1:])]
+    if name == "series" and "/" not in inside:  # `runs` lists the runs in it.
+        chosen = [_resume]
     if CHECKPOINT.search(inside):
         chosen = [_checkpoints, rng.choice(readers[1:])]
         expected[_checkpoints.__name__] = _checkpoints(shared / name).content

@@ -77,7 +77,7 @@ def run_cases(
         seconds: No case begins later.
         folder: For files; `part.prepare` writes into it first, in a process of its own.
         jobs: The number of workers.
-        report: Called after every message of a worker.
+        report: Called several times per second.
     """
     begin, tally = time.monotonic(), Tally(part)
     (folder / "shared").mkdir(parents=True)
@@ -116,7 +116,7 @@ def _watch(
                 tally.failures.append(Found(part.name, worker.case or 0, *over))
             if over and time.monotonic() < end:
                 workers.append(_start(part, worker.cases, worker.lane, folder, end))
-            report(tally)
+        report(tally)
 
 
 def _start(part: Part, cases: Iterator[int], lane: int, folder: Path, end: float) -> Worker:
