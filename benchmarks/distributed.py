@@ -28,7 +28,7 @@ import subquad
 from subquad import Exact, RandomFeatures, Taylor, Window
 from subquad import distributed as over_ranks
 
-ROUNDS = 5
+ROUNDS = 3
 SENT = dict(all_gather=1, isend=0, all_to_all_single=1, broadcast=0)  # the place of the tensor among the arguments
 
 

@@ -200,7 +200,7 @@ _, STATE = attention(Q, K, V, method="taylor", return_state=True)
         (dict(attn_mask=torch.ones(4, 7).bool()), r"attn_mask: got shape \(4, 7\), a choice for each pair"),
         (dict(attn_mask=torch.ones(2, 1, 1, 6).bool()), r"attn_mask: expected shape \(..., 1, 7\), got \(2, 1, 1, 6\)"),
         (dict(dropout_p=0.1), r"dropout_p: expected 0, got 0.1"),
-        (dict(dropout_p=-0.1), r"dropout_p: expected 0, got -0.1"),
+        (dict(dropout_p=-0.1), r"dropout_p: expected a number from 0 to 1, got -0\.1"),
         (
             dict(attn_mask=torch.ones(9, 7).bool(), method="exact", is_causal=True),
             r"attn_mask: .*\(..., 6, 7\), got \(9, 7\)",
