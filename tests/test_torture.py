@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import reference
-from stress import bits, calls, command, files, flips, kills, oracle, threads
+from stress import bits, calls, command, files, flips, kills, oracle, threads, workers
 from stress.command import Outcome
 from stress.hostile import FORMATS
 from stress.parts import Failure, Part
@@ -277,6 +277,22 @@ def test_hangs_crashes_and_errors_are_recorded_and_the_next_case_runs(tmp_path):
     assert tally.counts == {"things": 6} and tally.cases == 8
     details = {found.case: found.detail for found in tally.failures}
     assert "_troubled" in details[1] and "_troubled" in details[2] and "test_torture.py" in details[4]
+
+
+def test_an_interruption_leaves_no_process(tmp_path, monkeypatch):
+    started, start = [], workers._start
+    monkeypatch.setattr(workers, "_start", lambda *given: started.append(start(*given)) or started[-1])
+
+    def interrupt(tally: Any) -> None:
+        raise KeyboardInterrupt
+
+    part = Part("waiting", "things", 1.0, 60.0, lambda case, shared: time.sleep(60))
+    with pytest.raises(KeyboardInterrupt):
+        run_cases(part, range(2), 60.0, tmp_path / "files", report=interrupt)
+    for worker in started:
+        with pytest.raises(ProcessLookupError):
+            os.kill(worker.process, 0)
+    assert started
 
 
 def test_a_preparation_that_fails_is_a_failure(tmp_path):

@@ -101,22 +101,26 @@ def _watch(
 ) -> None:
     """Start a worker per lane and handle their messages, deaths and hangs, until all lanes are done."""
     workers = [_start(part, cases, lane, folder, end) for lane, cases in enumerate(lanes)]
-    while workers:
-        ready, _, _ = select.select([worker.pipe for worker in workers], [], [], POLL_SECONDS)
-        for worker in list(workers):
-            over = _read(worker, tally) if worker.pipe in ready else None
-            if over is None and worker.case is not None and time.monotonic() - worker.begun > part.limit_seconds:
-                over = _hung(worker, part)
-            if over is None:
-                continue
-            workers.remove(worker)
+    try:
+        while workers:
+            ready, _, _ = select.select([worker.pipe for worker in workers], [], [], POLL_SECONDS)
+            for worker in list(workers):
+                over = _read(worker, tally) if worker.pipe in ready else None
+                if over is None and worker.case is not None and time.monotonic() - worker.begun > part.limit_seconds:
+                    over = _hung(worker, part)
+                if over is None:
+                    continue
+                workers.remove(worker)
+                _end(worker)
+                if over:  # It died or hung during a case.
+                    tally.cases += 1
+                    tally.failures.append(Found(part.name, worker.case or 0, *over))
+                if over and time.monotonic() < end:
+                    workers.append(_start(part, worker.cases, worker.lane, folder, end))
+            report(tally)
+    finally:
+        for worker in workers:  # after Ctrl-C
             _end(worker)
-            if over:  # It died or hung during a case.
-                tally.cases += 1
-                tally.failures.append(Found(part.name, worker.case or 0, *over))
-            if over and time.monotonic() < end:
-                workers.append(_start(part, worker.cases, worker.lane, folder, end))
-        report(tally)
 
 
 def _start(part: Part, cases: Iterator[int], lane: int, folder: Path, end: float) -> Worker:
