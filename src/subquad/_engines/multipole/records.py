@@ -102,12 +102,13 @@ def unpacked(records: Tensor, layout: Layout) -> Blocks:
 
 
 def packed_roots(roots: Roots) -> Tensor:
-    """Return (b, roots, header) of a number of segments that is a multiple of 16."""
+    """Return (b, roots, header), the last one padded."""
     b, s, d = roots.centers.shape
-    count = s // FAN
-    centers = roots.centers.reshape(b, count, FAN, d).mT.flatten(2)
-    means = roots.means.reshape(b, count, FAN * roots.means.shape[2])
-    return torch.cat([centers, means, roots.radius.reshape(b, count, FAN)], -1)
+    pad = -s % FAN
+    count = (s + pad) // FAN
+    centers = F.pad(roots.centers, (0, 0, 0, pad)).reshape(b, count, FAN, d).mT.flatten(2)
+    means = F.pad(roots.means, (0, 0, 0, pad)).reshape(b, count, FAN * roots.means.shape[2])
+    return torch.cat([centers, means, F.pad(roots.radius, (0, pad)).reshape(b, count, FAN)], -1)
 
 
 def unpacked_roots(records: Tensor, count: int, d: int, e: int) -> Roots:
