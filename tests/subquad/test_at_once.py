@@ -43,6 +43,10 @@ def test_chunks_at_once_are_the_dense_form(name, mask, open_sizes) -> None:
         expected = attended(METHODS[name], q, k, v, form="dense", **MASKS[mask])[0]
         found = attended(METHODS[name], q, k, v, form="chunked", **MASKS[mask])[0]
         torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8)
+        one = [x[0, :1] for x in (q, k, v)]
+        masks = {key: x if isinstance(x, bool) else x[0] for key, x in MASKS[mask].items()}
+        alone = attended(METHODS[name], *one, form="chunked", **masks)[0]  # one head of one sequence
+        torch.testing.assert_close(alone, expected[0, :1], rtol=1e-8, atol=1e-8)
 
 
 @by_method

@@ -307,6 +307,19 @@ def test_two_calls_from_one_state_do_not_meet() -> None:
         assert torch.equal(output, expected)
 
 
+@by_form
+def test_more_queries_than_new_keys(form) -> None:
+    """After a state they are aligned at the end: the first ones see only keys of the state."""
+    q, k, v = (x[None] for x in inputs(60))
+    _, state = attended(SMALL, *(x[:, :, :50] for x in (q, k, v)), return_state=True)
+    new = [x[:, :, 50:53] for x in (k, v)]
+    found, _ = attended(SMALL, q[:, :, :5], *new, state=state, form=form)
+    none = [x[:, :, :0] for x in (k, v)]
+    before, _ = attended(SMALL, q[:, :, :2], *none, state=state, form=form, is_causal=False)
+    after, _ = attended(SMALL, q[:, :, 2:5], *new, state=state, form=form)
+    torch.testing.assert_close(found, torch.cat([before, after], 2), rtol=1e-9, atol=1e-9)
+
+
 @needs_kernels
 def test_a_step_copies_nothing() -> None:
     """Not even when it finishes a segment: those before are shared."""
