@@ -85,7 +85,12 @@ def create(
 def settled(config: Training) -> Any:
     """Return the config with an absolute data path, so that the run can be resumed from another folder."""
     data = getattr(config, "data", None)
-    return config if data is None else replace(config, data=str(Path(data).resolve()))  # type: ignore[call-arg]
+    if data is None:
+        return config
+    try:
+        return replace(config, data=str(Path(data).resolve()))  # type: ignore[call-arg]
+    except RuntimeError as error:  # what Python before 3.13 says of a link that leads back to itself
+        raise UsageError(f"--data: cannot read {data}: too many symbolic links") from error
 
 
 @contextmanager
