@@ -30,7 +30,7 @@ class Views(NamedTuple):
 class Gathered(Exchange):
     """Attention to the sums of all ranks, or of earlier ones."""
 
-    total: State
+    total: State  # without its sums, which are a result: a node that holds its own result is never freed
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
@@ -54,9 +54,10 @@ class Gathered(Exchange):
             self.states.append(states)
         if not setup.return_state:
             return torch.cat(outputs), outputs[0].new_zeros(())
-        self.total = joined(totals)  # type: ignore[arg-type]
-        assert self.total.sums is not None
-        return torch.cat(outputs), self.total.sums
+        total = joined(totals)  # type: ignore[arg-type]
+        assert total.sums is not None
+        self.total = replace(total, sums=None)
+        return torch.cat(outputs), total.sums
 
     def _add_up(self, tokens: Tokens, learned: Sequence[Tensor]) -> tuple[Parcel, Gathering]:
         """Add up the keys of some heads, and start to exchange their states."""
