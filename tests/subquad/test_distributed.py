@@ -399,7 +399,8 @@ def test_a_call_that_cannot_work_is_refused_on_every_rank(facts, name) -> None:
     for rank, found in enumerate(facts):
         message = found["refusals"][name]
         assert EXPECTED[name] in message, (rank, message)
-    if name in ("invalid", "padding", "window", "list", "head mask, state"):  # The other rank is told whose arguments they are.
+    if name in ("invalid", "padding", "window", "list", "head mask, state"):
+        # The other rank is told whose arguments they are.
         assert facts[0]["refusals"][name].startswith("rank 1 of the group: ")
 
 
