@@ -9,7 +9,7 @@
 Axes: (..., heads, length, width). n queries and m keys of this rank, d width, e value width.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from subquad.attention import quiet_attention, warn_about
 from subquad.distributed import exact, features, multipole, window
 from subquad.distributed.peers import Peers, agree
 from subquad.distributed.segments import Runs, number_runs
-from subquad.methods import AnyMethod, BlockSparse, Exact, MethodLike, resolve
+from subquad.methods import AnyMethod, BlockSparse, Exact, MethodLike, Window, resolve
 
 
 def attention(
@@ -146,7 +146,7 @@ def _check(method: AnyMethod, call: Call) -> None:
             f"is_causal: expected as many queries as keys on each rank, got {layout.queries} and {layout.keys}"
         )
     engine = engine_of(method)
-    if engine == "sparse" and method.size is not None and layout.queries != layout.keys:
+    if engine == "sparse" and cast(Window, method).size is not None and layout.queries != layout.keys:
         raise NotServed(
             f"key: a window compares positions; expected as many keys as queries on each rank, got {layout.keys} and "
             f'{layout.queries}. For cross-attention, use method="exact".'

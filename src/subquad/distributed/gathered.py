@@ -30,7 +30,7 @@ class Views(NamedTuple):
 class Gathered(Exchange):
     """Attention to the sums of all ranks, or of earlier ones."""
 
-    total: State  # without its sums, which are a result: a node that holds its own result is never freed
+    total: State  # without its sums, a result: a node that holds its own result waits for the garbage collector
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup

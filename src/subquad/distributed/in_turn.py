@@ -20,7 +20,7 @@ from subquad.distributed.setup import Piece, Setup, Tokens, collected, joined
 class InTurn(Exchange):
     """Causal attention from state to state: each rank continues where the one before it stopped."""
 
-    total: State  # without its sums, which are a result: a node that holds its own result is never freed
+    total: State  # without its sums, a result: a node that holds its own result waits for the garbage collector
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
