@@ -14,7 +14,7 @@ from torch import Tensor
 from subquad._calls.state import State
 from subquad.distributed.parcels import Parcel
 from subquad.distributed.recorded import Exchange
-from subquad.distributed.setup import Piece, Setup, Tokens, collected, joined
+from subquad.distributed.setup import Piece, Setup, Tokens, collected, joined, placed
 
 
 class InTurn(Exchange):
@@ -32,23 +32,24 @@ class InTurn(Exchange):
         tokens = setup.tokens._replace(q=q, k=k, v=v)
         parcels = [Parcel(setup.empty(tokens.heads(rows))) for rows in setup.groups]
         arriving = [peers.receive(parcel.room(), peers.rank - 1) for parcel in parcels] if peers.rank else []
-        sent, outputs, states = [], [], []
+        sent, states, whole = [], [], None
         for i, (rows, parcel) in enumerate(zip(setup.groups, parcels, strict=True)):
             before = parcel.opened(arriving[i].wait(), peers.start) if peers.rank else setup.before_of(rows)
             output, after = self._continue(tokens.heads(rows), before, learned)
             if peers.rank + 1 < peers.size:
                 sent.append(peers.send(parcel.packed(after), peers.rank + 1))
-            outputs.append(output)
+            whole = placed(output, rows, whole, len(q))
             states.append(after)
         for transfer in sent:
             transfer.wait()
+        assert whole is not None
         if not setup.return_state:
-            return torch.cat(outputs), outputs[0].new_zeros(())
-        whole = Parcel(setup.empty(tokens))
-        total = whole.opened(peers.broadcast(whole.packed(joined(states)), peers.size - 1), 0)
+            return whole, whole.new_zeros(())
+        parcel = Parcel(setup.empty(tokens))
+        total = parcel.opened(peers.broadcast(parcel.packed(joined(states)), peers.size - 1), 0)
         assert total.sums is not None
         self.total = replace(total, sums=None)
-        return torch.cat(outputs), total.sums
+        return whole, total.sums
 
     def _continue(self, tokens: Tokens, before: State | None, learned: Sequence[Tensor]) -> tuple[Tensor, State]:
         """Compute some heads; return their output and state, and keep their graph."""
