@@ -30,7 +30,7 @@ class Views(NamedTuple):
 class Gathered(Exchange):
     """Attention to the sums of all ranks, or of earlier ones."""
 
-    total: State
+    total: State  # without its sums, a result: a node that holds its own result waits for the garbage collector
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
@@ -55,9 +55,10 @@ class Gathered(Exchange):
         assert whole is not None
         if not setup.return_state:
             return whole, whole.new_zeros(())
-        self.total = joined(totals)  # type: ignore[arg-type]
-        assert self.total.sums is not None
-        return whole, self.total.sums
+        total = joined(totals)  # type: ignore[arg-type]
+        assert total.sums is not None
+        self.total = replace(total, sums=None)
+        return whole, total.sums
 
     def _add_up(self, tokens: Tokens, learned: Sequence[Tensor]) -> tuple[Parcel, Gathering]:
         """Add up the keys of some heads, and start to exchange their states."""

@@ -20,7 +20,7 @@ from subquad.distributed.setup import Piece, Setup, Tokens, collected, joined, p
 class InTurn(Exchange):
     """Causal attention from state to state: each rank continues where the one before it stopped."""
 
-    total: State
+    total: State  # without its sums, a result: a node that holds its own result waits for the garbage collector
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
@@ -46,9 +46,10 @@ class InTurn(Exchange):
         if not setup.return_state:
             return whole, whole.new_zeros(())
         parcel = Parcel(setup.empty(tokens))
-        self.total = parcel.opened(peers.broadcast(parcel.packed(joined(states)), peers.size - 1), 0)
-        assert self.total.sums is not None
-        return whole, self.total.sums
+        total = parcel.opened(peers.broadcast(parcel.packed(joined(states)), peers.size - 1), 0)
+        assert total.sums is not None
+        self.total = replace(total, sums=None)
+        return whole, total.sums
 
     def _continue(self, tokens: Tokens, before: State | None, learned: Sequence[Tensor]) -> tuple[Tensor, State]:
         """Compute some heads; return their output and state, and keep their graph."""
@@ -71,8 +72,9 @@ class InTurn(Exchange):
         setup, peers, pieces = self.setup, self.setup.peers, self.pieces
         grad, total_grad = grads
         if setup.return_state:  # Every rank holds a copy of the last rank's state.
-            assert self.total.sums is not None
-            total_grad = peers.summed(torch.zeros_like(self.total.sums) if total_grad is None else total_grad)
+            nothing = setup.empty(setup.tokens).sums
+            assert nothing is not None
+            total_grad = peers.summed(nothing if total_grad is None else total_grad)
         is_last = peers.rank + 1 == peers.size
         arriving = [] if is_last else [peers.receive(piece.results[1], peers.rank + 1) for piece in pieces]
         has_sums = bool(peers.rank) or setup.before is not None
