@@ -19,11 +19,12 @@ from subquad._calls.call import Call
 from subquad._calls.masks import NotServed
 from subquad._calls.state import State, check_state
 from subquad._engines import engine_of, run
-from subquad.attention import quiet_attention, warn_about
+from subquad.attention import quiet_attention, resolve, warn_about
 from subquad.distributed import exact, features, multipole, window
 from subquad.distributed.peers import Peers, agree
 from subquad.distributed.segments import number_runs
-from subquad.methods import AnyMethod, BlockSparse, Exact, MethodLike, resolve
+from subquad.methods import AnyMethod, BlockSparse, Exact, MethodLike
+from subquad.planning.auto import Auto
 
 
 def attention(
@@ -87,7 +88,7 @@ def attention(
         key_padding_mask=key_padding_mask, segment_ids=segment_ids, state=state, return_state=return_state,
     )  # fmt: skip
     if peers.size == 1:
-        found = resolve(method)
+        found = _resolved(method)
         warn_about(found, stacklevel=2)
         alone: Tensor | tuple[Tensor, State] = quiet_attention(query, key, value, method=found, **options)
         return alone
@@ -104,7 +105,7 @@ def attend(
     """Return the output of this rank, and the state if wanted."""
     call, named, problem, facts = None, None, None, {"method": method}
     try:
-        facts["method"] = named = resolve(method)
+        facts["method"] = named = _resolved(method)
         call = Call.of(query, key, value, **options)
         _check(named, call)
         facts |= _facts(call)
@@ -123,6 +124,17 @@ def attend(
         if name == "features":
             return features.attend(named, call, peers, runs)
         return engines[name].attend(named, call, peers, runs), None
+
+
+def _resolved(method: MethodLike) -> AnyMethod:
+    """Return the method that a name stands for; raise for `Auto`, on one rank too, so that a program fails early."""
+    found = resolve(method)
+    if isinstance(found, Auto):
+        raise ValueError(
+            "method: Auto needs the whole sequence, which no rank holds; name a method, such as the one that "
+            "subquad.plan chooses"
+        )
+    return found
 
 
 def _check(method: AnyMethod, call: Call) -> None:
