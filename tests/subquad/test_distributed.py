@@ -386,7 +386,7 @@ EXPECTED = {
     "invalid": "key: expected width 8", "gradient": "requires_grad: expected the same on all ranks",
     "padding": "key_padding_mask: expected a boolean tensor", "auto": "method: Auto needs the whole sequence",
     "auto value": "method: Auto needs the whole sequence",
-    "blocks": "method: BlockSparse describes a whole sequence", "dropout": "dropout_p: expected 0",
+    "blocks": "method: BlockSparse needs the whole sequence", "dropout": "dropout_p: expected 0",
     "pairs": "attn_mask: expected a mask of this rank's keys", "cross": "is_causal: expected as many queries as keys",
     "state": "state: on several ranks only feature methods have a state",
     "window": "key: a window compares positions; expected as many keys as queries on each rank, got 24 and 5",

@@ -89,7 +89,7 @@ def attention(
         key_padding_mask=key_padding_mask, segment_ids=segment_ids, state=state, return_state=return_state,
     )  # fmt: skip
     if peers.size == 1:
-        found = _resolved(method)
+        found = resolve(method)
         warn_about(found, stacklevel=2)
         alone: Tensor | tuple[Tensor, State] = quiet_attention(query, key, value, method=found, **options)
         return alone
@@ -106,7 +106,7 @@ def attend(
     """Return the output of this rank, and the state if wanted."""
     given, call, named, problem, facts = None, None, None, None, {"method": method}
     try:
-        facts["method"] = named = _resolved(method)
+        facts["method"] = named = _divisible(resolve(method))
         given = Call.of(query, key, value, **options)
         _check(named, given)
         call = given.factored()
@@ -130,21 +130,18 @@ def attend(
         return engines[name].attend(named, call, peers, runs), None
 
 
-def _resolved(method: MethodLike) -> AnyMethod:
-    """Return the method that a name stands for; raise for `Auto`, on one rank too, so that a program fails early."""
-    found = resolve(method)
-    if isinstance(found, Auto):
-        raise ValueError(
-            "method: Auto needs the whole sequence, which no rank holds; name a method, such as the one that "
-            "subquad.plan chooses"
+def _divisible(method: AnyMethod | Auto) -> AnyMethod:
+    """Return the method; raise for one that has to see the whole sequence."""
+    if isinstance(method, Auto | BlockSparse):
+        raise NotServed(
+            f"method: {type(method).__name__} needs the whole sequence, which no rank holds; use a feature method, "
+            "Window, Multipole or Exact"
         )
-    return found
+    return method
 
 
 def _check(method: AnyMethod, call: Call) -> None:
     """Raise for a call that cannot be computed on several ranks."""
-    if isinstance(method, BlockSparse):
-        raise NotServed("method: BlockSparse describes a whole sequence, which no rank holds; use Window")
     if call.dropout_p != 0:
         raise NotServed(f"dropout_p: expected 0 on several ranks, got {call.dropout_p}; use dropout on the output")
     if call.mask_kind == "pairs":
