@@ -19,11 +19,12 @@ from subquad._calls.call import Call
 from subquad._calls.masks import NotServed
 from subquad._calls.state import State, check_state
 from subquad._engines import engine_of, run
-from subquad.attention import quiet_attention, warn_about
+from subquad.attention import quiet_attention, resolve, warn_about
 from subquad.distributed import exact, features, multipole, window
 from subquad.distributed.peers import Peers, agree
 from subquad.distributed.segments import Runs, number_runs
-from subquad.methods import AnyMethod, BlockSparse, Exact, MethodLike, Window, resolve
+from subquad.methods import AnyMethod, BlockSparse, Exact, MethodLike, Window
+from subquad.planning.auto import Auto
 
 
 def attention(
@@ -105,7 +106,7 @@ def attend(
     """Return the output of this rank, and the state if wanted."""
     given, call, named, problem, facts = None, None, None, None, {"method": method}
     try:
-        facts["method"] = named = resolve(method)
+        facts["method"] = named = _divisible(resolve(method))
         given = Call.of(query, key, value, **options)
         _check(named, given)
         call = given.factored()
@@ -129,10 +130,18 @@ def attend(
         return engines[name].attend(named, call, peers, runs), None
 
 
+def _divisible(method: AnyMethod | Auto) -> AnyMethod:
+    """Return the method; raise for one that has to see the whole sequence."""
+    if isinstance(method, Auto | BlockSparse):
+        raise NotServed(
+            f"method: {type(method).__name__} needs the whole sequence, which no rank holds; use a feature method, "
+            "Window, Multipole or Exact"
+        )
+    return method
+
+
 def _check(method: AnyMethod, call: Call) -> None:
     """Raise for a call that cannot be computed on several ranks."""
-    if isinstance(method, BlockSparse):
-        raise NotServed("method: BlockSparse describes a whole sequence, which no rank holds; use Window")
     if call.dropout_p != 0:
         raise NotServed(f"dropout_p: expected 0 on several ranks, got {call.dropout_p}; use dropout on the output")
     if call.mask_kind == "pairs":
