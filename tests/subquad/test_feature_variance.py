@@ -107,7 +107,7 @@ def test_the_variance_is_that_of_the_closed_form(kind, width) -> None:
             method = RandomFeatures(features, kind, scale=scale)
             mean, variance = measured_moments(method, square, width, DRAWS)
             assert mean == pytest.approx(1, abs=0.05)
-            assert features * variance == pytest.approx(method.relative_variance(square, width), rel=0.1), (square, scale)
+            assert features * variance == pytest.approx(method.relative_variance(square, width), rel=0.1)
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -226,7 +226,11 @@ def test_the_matrix_is_drawn_without_the_scale() -> None:
 def test_a_state_belongs_to_its_scale_and_coupling() -> None:
     q, k, v = torch.randn(3, 1, 2, 4, 4).unbind()
     _, state = attention(q, k, v, is_causal=True, method=RandomFeatures(8, scale=-0.1), return_state=True)
-    for other in (RandomFeatures(8), RandomFeatures(8, scale=-0.2), RandomFeatures(8, "positive", "simplex", scale=-0.1)):
+    for other in (
+        RandomFeatures(8),
+        RandomFeatures(8, scale=-0.2),
+        RandomFeatures(8, "positive", "simplex", scale=-0.1),
+    ):
         with pytest.raises(ValueError, match="state: expected one made by RandomFeatures"):
             attention(q, k, v, is_causal=True, method=other, state=state)
 

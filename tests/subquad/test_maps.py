@@ -56,7 +56,9 @@ def test_random_features_are_unbiased(kind, coupling):
 @pytest.mark.parametrize("kind", ["positive", "hyperbolic", "trigonometric"])
 def test_variance_of_independent_random_features_falls_with_their_number(kind):
     counts, pairs = (4, 16, 64), [x / 2 for x in PAIRS]  # Near zero the tails are light, and variances easy to measure.
-    variances = [estimates(lambda seed, m=m: RandomFeatures(m, kind, "independent", seed), *pairs, 600).var(0) for m in counts]
+    variances = [
+        estimates(lambda seed, m=m: RandomFeatures(m, kind, "independent", seed), *pairs, 600).var(0) for m in counts
+    ]
     products = torch.stack([m * variance for m, variance in zip(counts, variances, strict=True)])
     assert bool((products / products.mean(0) - 1).abs().max() < 0.25)
 

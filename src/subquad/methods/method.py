@@ -131,7 +131,7 @@ class FeatureMethod(Method):
         return 0.0
 
     def exponents(self, table: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return projections (rows, d) and constants (rows,), for features exp(projection.y + constant); None: all 0."""
+        """Return projections p (rows, d) and constants c (rows,), None if all are 0, of features exp(p.y + c)."""
         return table, None
 
     @abstractmethod
