@@ -28,12 +28,12 @@ def best_scale(width: int, square: float) -> float:
 def scaled_variance(width: int, square: float, scale: float) -> float:
     """Return the variance of one positive feature, divided by exp(2 q.k)."""
     rho = 1 / (1 - 8 * scale)
-    return ((rho + 1) / (2 * math.sqrt(rho))) ** width * math.exp(square * rho) - 1
+    return math.expm1(square * rho + width * math.log((rho + 1) / (2 * math.sqrt(rho))))
 
 
 def mistaken_constant(width: int, scale: float) -> float:
     """Return the factor of all estimates if phi has the constant of a product, (1 - 4A)^(d/2)."""
-    return (1 - 4 * scale) ** (width / 2)
+    return math.exp(width / 2 * math.log(1 - 4 * scale))
 
 
 def mistaken_scale(width: int, square: float) -> float:
