@@ -13,7 +13,7 @@ Axes: n tokens, d width, r features; any axes may precede them.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from math import isfinite, log, log1p, sqrt
+from math import inf, log, log1p, sqrt
 from operator import index
 from typing import ClassVar, Literal
 
@@ -91,9 +91,8 @@ class RandomFeatures(FeatureMethod):
 
     def _check_scale(self) -> None:
         scale = self.scale
-        if scale != "auto" and (
-            isinstance(scale, bool) or not isinstance(scale, int | float) or not isfinite(scale) or scale >= MAX_SCALE
-        ):
+        is_number = isinstance(scale, int | float) and not isinstance(scale, bool)
+        if scale != "auto" and not (is_number and -inf < scale < MAX_SCALE):
             raise ValueError(f'scale: expected a number below {MAX_SCALE:g} or "auto", got {scale!r}')
         if self.kind == "trigonometric" and scale != 0:
             raise ValueError(f"scale: trigonometric features have none; expected 0, got {scale!r}")
