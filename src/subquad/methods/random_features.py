@@ -143,13 +143,12 @@ class RandomFeatures(FeatureMethod):
         """Return the scale A at this width."""
         return prior_scale(width) if self.scale == "auto" else self.scale
 
-    def exponents(self, table: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return (..., rows, d) and (..., rows): sqrt(1 - 4A) w, and A |w|^2 + d/4 ln(1 - 4A), None if A = 0."""
+    def exponents(self, table: Tensor) -> tuple[float, Tensor | None]:
+        """Return sqrt(1 - 4A), and A |w|^2 + d/4 ln(1 - 4A) (..., rows), None if A = 0."""
         scale = self.scale_at(table.shape[-1])
         if not scale:
-            return table, None
-        constants = scale * table.square().sum(-1) + table.shape[-1] / 4 * log1p(-4 * scale)
-        return sqrt(1 - 4 * scale) * table, constants
+            return 1.0, None
+        return sqrt(1 - 4 * scale), scale * table.square().sum(-1) + table.shape[-1] / 4 * log1p(-4 * scale)
 
     def __call__(self, x: Tensor, *, is_query: bool = False) -> tuple[Tensor, Tensor]:
         """Map (..., n, d) to features (..., n, r) and their log-scales (..., n)."""
@@ -157,8 +156,8 @@ class RandomFeatures(FeatureMethod):
 
     def features(self, x: Tensor, table: Tensor | None) -> tuple[Tensor, Tensor]:
         assert table is not None
-        directions, constants = self.exponents(table)
-        projected = x @ directions.mT  # (..., n, rows)
+        stretch, constants = self.exponents(table)
+        projected = (x if constants is None else x * stretch) @ table.mT  # (..., n, rows)
         half_norm = x.square().sum(-1) / 2
         if self.kind == "trigonometric":
             return torch.cat([projected.cos(), projected.sin()], -1), half_norm - log(self.rows) / 2
