@@ -4,7 +4,7 @@
 
 A state holds the last w keys, and the sums of all earlier ones: with each new key, one leaves the window for the sums.
 
-Axes: b batch and key heads, g query heads per key head, n queries, m keys, d width, e value width, w keys of the window.
+Axes: b batch and key heads, g query heads per key head, n queries, m keys, d width, e value width, w near keys.
 """
 
 from contextlib import AbstractContextManager, nullcontext
