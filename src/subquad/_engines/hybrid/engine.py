@@ -88,13 +88,13 @@ def _joined(near: Tensor, level: Tensor, far: Far, log_factor: Tensor | None) ->
     if has_poison:
         near, sums = (torch.where(poisoned[..., None], 0.0, x) for x in (near, sums))
         z = torch.where(poisoned, 0.0, z)
-    near_share, far_share = shares(level, z, far.log_scale, log_factor)
+    near_share, far_share = _shares(level, z, far.log_scale, log_factor)
     output = torch.addcmul(near * near_share[..., None], sums, far_share[..., None])
     output = output.masked_fill(poisoned[..., None], float("nan")) if has_poison else output
     return torch.cat([first, output], 2) if alone else output
 
 
-def shares(level: Tensor, z: Tensor, log_scale: Tensor | None, log_factor: Tensor | None) -> tuple[Tensor, Tensor]:
+def _shares(level: Tensor, z: Tensor, log_scale: Tensor | None, log_factor: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the factors of the near output and of the far sums in the joint result; both 0 if nothing is seen.
 
     Args:
