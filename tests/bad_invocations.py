@@ -344,6 +344,9 @@ def _of_runs(places: Places) -> Iterator[Bad]:
     yield Bad(("transcribe", run, places.plain, "--beams", str(10**9)), "--beams")
     yield Bad(("evaluate", run, "--part", "train"), "--part")
     yield Bad(("evaluate", run, run))
+    for value in ("0", "-1", str(10**9)):
+        yield Bad(("evaluate", run, "--longest", value), "longest")
+        yield Bad(("train", "language", "--data", places.text, "--longest", value), "longest")
     yield Bad(("train", "--resume", run, "--lr", "3"), "--resume")
     yield Bad(("train", "language", "--resume", run), "--resume")
     yield Bad(("train", "--resume"))

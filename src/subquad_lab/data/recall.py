@@ -28,7 +28,7 @@ def draw(
     Example:
         >>> tokens, targets = draw("recall", 1, pairs=2, length=8, vocabulary=8, seed=(0,))
         >>> tokens[0].tolist(), targets[0].tolist()
-        ([0, 4, 1, 5, 0, 4, 3, 1], [-100, -100, -100, -100, 4, -100, -100, 5])
+        ([2, 4, 1, 6, 2, 7, 7, 1], [-100, -100, -100, -100, 4, -100, -100, 6])
     """
     digest = hashlib.sha256(repr((task, pairs, length, vocabulary, *seed)).encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big", signed=True))

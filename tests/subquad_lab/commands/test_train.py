@@ -98,7 +98,7 @@ def test_a_finished_run_is_not_trained_again(trained, capfd):
         (["train", "language", "--batch", "0"], "batch: expected a positive integer, got 0"),
         (
             ["train", "language", "--preset", "best"],
-            "--preset: expected one of attention, lstm, published, quick, rnn, sound, got 'best'",
+            "--preset: expected one of attention, characters, long, lstm, published, quick, rnn, sound, got 'best'",
         ),
         (["train", "language", "--config", "no.yaml"], "no.yaml: No such file or directory"),
         (["train", "language", "--data", "nowhere"], "--data: no such folder"),

@@ -58,5 +58,5 @@ def test_the_smallest_sequences_and_vocabularies_are_enough(task):
     pairs = max_pairs(task, vocabulary)
     tokens, targets = draw(task, 4, pairs, min_length(task, pairs), vocabulary, (0,))
     assert tokens.shape == targets.shape == (4, min_length(task, pairs))
-    assert 0 <= int(tokens.min()) and int(tokens.max()) < vocabulary
+    assert int(tokens.min()) >= 0 and int(tokens.max()) < vocabulary
     assert (targets != IGNORED).any(1).all()
