@@ -60,7 +60,7 @@ class Config(Training):
     clip: float | None = 1.0
     task: Task = "recall"
     method: str = "exact"
-    pairs: str = "4,8,16"
+    pairs: int | str = "4,8,16"
     length: int = 64
     vocabulary: int = 64
     width: int = 32
@@ -90,13 +90,13 @@ class Config(Training):
             refuse_many_features(spec.strip(), self.width // self.heads)
 
 
-def numbers_of(pairs: str) -> list[int]:
+def numbers_of(pairs: int | str) -> list[int]:
     """Return the numbers of pairs.
 
     >>> numbers_of("4,8")
     [4, 8]
     """
-    words = [word.strip() for word in pairs.split(",")]
+    words = [word.strip() for word in str(pairs).split(",")]
     if not all(word.isascii() and word.isdecimal() and 0 < int(word) < MAX_TOKENS for word in words):
         raise UsageError(f"pairs: expected positive integers separated by commas, got {pairs!r}")
     return sorted({int(word) for word in words})

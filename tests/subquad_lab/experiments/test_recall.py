@@ -13,7 +13,7 @@ from subquad_lab import UsageError
 from subquad_lab.cli import main
 from subquad_lab.data.recall import IGNORED
 from subquad_lab.experiments import EXPERIMENTS, recall
-from subquad_lab.experiments.recall import Config, build, family, make_model, variants
+from subquad_lab.experiments.recall import Config, build, family, make_model, numbers_of, variants
 from subquad_lab.models.recall import shifted
 
 TINY = dict(pairs="2,3", length=16, vocabulary=12, width=8, heads=2, batch=4)
@@ -145,6 +145,17 @@ def test_methods_of_one_kind_are_one_line():
     assert [family(spec) for spec in ("exact", "random:64", "linear:elu", "window:4,taylor:2")] == [
         "exact", "random", "linear:elu", "window,taylor"
     ]  # fmt: skip
+
+
+def test_one_number_of_pairs_may_be_a_number(tmp_path):
+    """As YAML and `sweep --grid.pairs 2,3` have it."""
+    assert numbers_of(8) == numbers_of("8") == [8]
+    options = [f"--{name}={value}" for name, value in (TINY | dict(steps=1, pairs=2)).items()]
+    assert main(["sweep", "recall", "--grid.pairs", "2,3", *options, "--out", str(tmp_path / "sweep")]) == 0
+    assert main(["train", "recall", *options, "--out", str(tmp_path / "runs")]) == 0
+    run = str(tmp_path / "runs" / "recall-001")
+    assert main(["train", "--resume", run]) == 0
+    assert main(["evaluate", run]) == 0
 
 
 @pytest.mark.parametrize(
