@@ -67,7 +67,7 @@ def places(tmp_path_factory) -> dict[str, Path]:
     write_text(places["text"])
     speech = [f"--data={write_digits(root / 'digits')}", "--clips=36", "--batch=4", "--width=8", "--blocks=1",
               "--steps=12", "--dropout=0", "--warmup=3", "--characters=20"]  # fmt: skip
-    pairs = ["--task=induction", "--pairs=2,3", "--length=16", "--vocabulary=12", "--width=8", "--batch=4",
+    pairs = ["--task=induction", "--pairs=3,8", "--length=16", "--vocabulary=12", "--width=8", "--batch=4",
              "--steps=12"]  # fmt: skip
     series = [f"--data={write_pictures(root / 'small.npz')}", "--seeds=2", "--steps=6", "--batch=8", "--dropout=0"]
     commands = {}
