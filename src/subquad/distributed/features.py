@@ -38,7 +38,6 @@ def attend(method: Any, call: Call, peers: Peers, runs: Runs | None) -> tuple[Te
     if features.key_shift is not None:
         call = call._replace(key=shifted(features, call.key, call.layout.key_heads))
         plain = replace(method, key_shift=None)
-    call = call.factored()
     tokens = Tokens(*call.folded(), call.keep(), None if runs is None else runs.numbers)
     setup = Setup(plain, tokens, peers, _folded(plain, call), call.is_causal, call.logit_scale, call.return_state)
     exchange = InTurn(setup) if runs_in_turn(setup) else Gathered(setup)
