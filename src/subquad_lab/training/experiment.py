@@ -72,6 +72,10 @@ def no_pictures(run: Run, config: Any) -> dict[str, bytes]:
     return {}
 
 
+def no_shared_pictures(runs: Mapping[str, Sequence[Run]]) -> dict[str, bytes]:
+    return {}
+
+
 @dataclass(frozen=True)
 class Experiment(Generic[C]):
     """A question, and everything needed to answer it by training.
@@ -89,6 +93,8 @@ class Experiment(Generic[C]):
         variants: Returns the configs that `subquad compare` trains, by name.
         varied: Fields that the variants set; `subquad compare` does not accept them as options.
         pictures: Returns SVG plots of a run by name, in addition to its learning curves.
+        shared_pictures: Returns SVG plots by name of several finished runs together, grouped by what differs in their
+            seed only, in addition to their learning curves.
         published: Published results for the report: "what", on which "data", and the "figure".
     """
 
@@ -104,6 +110,7 @@ class Experiment(Generic[C]):
     variants: Callable[[C], dict[str, C]]
     varied: Sequence[str] = ()
     pictures: Callable[[Run, C], dict[str, bytes]] = no_pictures
+    shared_pictures: Callable[[Mapping[str, Sequence[Run]]], dict[str, bytes]] = no_shared_pictures
     published: Sequence[Mapping[str, Any]] = ()
 
     @property
