@@ -23,10 +23,11 @@ from subquad_lab.experiments import language
 from subquad_lab.figures.plots import axes_of, by_factors, plain, svg
 from subquad_lab.figures.tables import Table
 from subquad_lab.models import parameters, refuse_too_large
-from subquad_lab.models.conversion import Conversion, LearnedMethods, Stage
+from subquad_lab.models.conversion import Conversion, Stage
 from subquad_lab.models.converted import exported
 from subquad_lab.models.decoders import Decoder, WordDecoder
 from subquad_lab.models.language import Transformer
+from subquad_lab.models.learned_maps import LearnedMethods
 from subquad_lab.models.pretrained import load
 from subquad_lab.models.pretrained_decoder import PretrainedDecoder
 from subquad_lab.models.scores import decoding, entropy, repeated_entropies

@@ -9,8 +9,7 @@ its own map. Decoders trained from scratch with each method, for comparison, lea
 between the parameters of two methods, so they are trained as if alone.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -18,31 +17,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import subquad
-from subquad.methods import FeatureMethod
 from subquad_lab.models.decoders import Decoder, WordDecoder
 from subquad_lab.models.language import Transformer
-from subquad_lab.models.learned_maps import HeadShape, Projected
+from subquad_lab.models.learned_maps import LearnedMethods
 from subquad_lab.models.pretrained import Layer
 from subquad_lab.options.methods import parse_method
 
 Stage = Literal["exact", "transfer", "adapt"]
-
-
-class LearnedMethods(nn.Module):
-    """A method for each layer of a decoder, with their parameters, if any.
-
-    Args:
-        spec: Name of the method.
-        shape: The attention of the decoder.
-    """
-
-    def __init__(self, spec: str, shape: HeadShape) -> None:
-        super().__init__()
-        methods = [learned(parse_method(spec, "--methods"), shape) for _ in range(shape.layers)]
-        self.maps = nn.ModuleList(part for method in methods for part in modules_of(method))
-        self.__dict__["methods"] = methods
-
-    methods: Sequence[Any]
 
 
 class Student(NamedTuple):
@@ -116,18 +97,6 @@ class Conversion(nn.Module):
             case "adapt":
                 losses += [cross_entropy(student.decoder, tokens, targets) for student in self.students.values()]
         return torch.stack(losses).sum()
-
-
-def learned(method: Any, shape: HeadShape) -> Any:
-    """Return a method with its own parameters: a learned map, alone or behind a window, or the method itself."""
-    if isinstance(method, FeatureMethod) and method.normalizer == "row" and callable(method):
-        return Projected(method, shape)
-    return method
-
-
-def modules_of(method: Any) -> Iterable[nn.Module]:
-    """Return the modules that hold the parameters of a method."""
-    return [method] if isinstance(method, nn.Module) else []
 
 
 def transfer_loss(made: LearnedMethods, layers: Sequence[Layer]) -> Tensor:

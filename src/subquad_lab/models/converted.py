@@ -18,7 +18,8 @@ from safetensors import SafetensorError
 
 from subquad_lab import UsageError
 from subquad_lab.models import pretrained
-from subquad_lab.models.conversion import LearnedMethods, Student
+from subquad_lab.models.conversion import Student
+from subquad_lab.models.learned_maps import LearnedMethods
 from subquad_lab.models.pretrained_decoder import PretrainedDecoder
 from subquad_lab.system.checksums import verify_if_listed
 from subquad_lab.system.files import read_json

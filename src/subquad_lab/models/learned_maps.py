@@ -4,16 +4,18 @@
 
 The method phi itself stays as it is, so an untrained map changes nothing. `Hedgehog` has matrices of its own.
 
-Axes: b batch, h key heads, g query heads per key head, n queries, m keys, d width, r features.
+Axes: h heads, n tokens, d width, r features.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-import subquad
-from subquad.methods import FeatureMethod
+from subquad import Hybrid, Taylor
+from subquad.methods import FeatureMethod, for_layer
+from subquad_lab.options.methods import parse_method
 
 
 class HeadShape(NamedTuple):
@@ -35,26 +37,55 @@ class Projected(nn.Module):
     Example:
         >>> from subquad import attention
         >>> q, k, v = torch.randn(3, 1, 2, 5, 4).unbind(0)
-        >>> learned = Projected(subquad.Taylor(2), HeadShape(layers=1, heads=2, key_heads=2, width=4))
+        >>> learned = Projected(Taylor(2), HeadShape(layers=1, heads=2, key_heads=2, width=4))
         >>> torch.testing.assert_close(attention(q, k, v, method=learned), attention(q, k, v, method="taylor:2"))
     """
 
     def __init__(self, base: FeatureMethod, shape: HeadShape) -> None:
         super().__init__()
-        self.base, self.positive = base, bool(base.positive)
-        h, g = shape.key_heads, shape.heads // shape.key_heads
+        self.base, self.positive, self.key_heads = base, bool(base.positive), shape.key_heads
         unit = torch.eye(shape.width)
-        self.of_queries = nn.Parameter(unit.repeat(h, g, 1, 1))  # (h, g, d, d)
-        self.of_keys = nn.Parameter(unit.repeat(h, 1, 1))
+        self.query_weight = nn.Parameter(unit.repeat(shape.heads, 1, 1))  # (h, d, d)
+        self.key_weight = nn.Parameter(unit.repeat(shape.key_heads, 1, 1))
 
     def size(self, width: int) -> int:
         return self.base.size(width)
 
     def forward(self, x: Tensor, *, is_query: bool) -> Any:
-        """Map queries (b h, g, n, d) or keys (b h, m, d), both already scaled, to features."""
-        matrix = self.of_queries if is_query else self.of_keys
-        projected = x.unflatten(0, (-1, len(matrix))) @ matrix.transpose(-1, -2)
-        return self.base(projected.flatten(0, 1), is_query=is_query)
+        """Map scaled queries or keys (..., h, n, d) to features (..., h, n, r)."""
+        weight = self.query_weight if is_query else self.key_weight
+        weight = weight.repeat_interleave(x.shape[-3] // len(weight), 0)  # Query heads may have copies of their key head.
+        return self.base(x @ weight.mT, is_query=is_query)  # type: ignore[operator]
 
-    def extra_repr(self) -> str:
-        return str(self.base)
+    def __repr__(self) -> str:
+        return f"Projected({self.base.label})"
+
+
+class LearnedMethods(nn.Module):
+    """A method for each layer of a decoder, with their parameters, if any.
+
+    Args:
+        spec: Name of the method.
+        shape: The attention of the decoder.
+    """
+
+    methods: Sequence[Any]
+
+    def __init__(self, spec: str, shape: HeadShape) -> None:
+        super().__init__()
+        methods = [learned(parse_method(spec, "--methods"), shape) for _ in range(shape.layers)]
+        self.maps = nn.ModuleList(method for method in methods if isinstance(method, nn.Module))
+        vars(self)["methods"] = methods
+
+
+def learned(method: Any, shape: HeadShape) -> Any:
+    """Return a method with parameters of its own: a learned map, alone or behind a window; others as they are.
+
+    >>> learned(parse_method("window:64+taylor:2"), HeadShape(layers=1, heads=2, key_heads=2, width=4))
+    Hybrid(Window(64), Projected(Taylor(2)))
+    """
+    if isinstance(method, Hybrid):
+        return Hybrid(method.window, learned(method.far, shape), heads=shape.heads)
+    if isinstance(method, FeatureMethod):
+        return Projected(method, shape) if method.normalizer == "row" and callable(method) else method
+    return for_layer(method, shape.width, shape.heads, shape.key_heads)

@@ -30,7 +30,7 @@ class PretrainedDecoder(Decoder):
 
     def layers(self, tokens: Tensor) -> list[Layer]:
         found: list[Layer] = []
-        watch(self.network, tokens, found.append)
+        watch(self.network.base_model, tokens, found.append)  # The head would not add a layer.
         if len(found) != self.shape.layers:
             raise UsageError(
                 f"--model: expected {self.shape.layers} layers with the attention interface of transformers, "
