@@ -23,7 +23,7 @@ from subquad.attention import quiet_attention, warn_about
 from subquad.distributed import exact, features, multipole, window
 from subquad.distributed.peers import Peers, agree
 from subquad.distributed.segments import number_runs
-from subquad.methods import AnyMethod, BlockSparse, Exact, MethodLike, resolve
+from subquad.methods import AnyMethod, BlockSparse, Exact, Hybrid, MethodLike, resolve
 
 
 def attention(
@@ -129,6 +129,8 @@ def _check(method: AnyMethod, call: Call) -> None:
     """Raise for a call that cannot be computed on several ranks."""
     if isinstance(method, BlockSparse):
         raise NotServed("method: BlockSparse describes a whole sequence, which no rank holds; use Window")
+    if isinstance(method, Hybrid):
+        raise NotServed(f"method: {method.label} is not supported on several ranks; use Window or a feature method")
     if call.dropout_p != 0:
         raise NotServed(f"dropout_p: expected 0 on several ranks, got {call.dropout_p}; use dropout on the output")
     if call.mask_kind == "pairs":

@@ -204,7 +204,7 @@ def method_rows(method: Any, call: Call, picked: Picked) -> Tensor:
         return window_rows(method, call, picked.places)
     if engine_of(method) == "multipole" and is_rowwise(call):
         return multipole_rows(method, call, picked.places)
-    if engine_of(method) in ("multipole", "sparse"):  # A row alone costs as much as many of them in one call.
+    if engine_of(method) in ("hybrid", "multipole", "sparse"):  # A row alone costs as much as many of them in one call.
         wide = torch.promote_types(call.dtype, torch.float32)
         rows = call.layout.fold_query(run(method, call._replace(dtype=wide, is_headless=False)).output)
         return rows.gather(2, picked.places[..., None].expand(-1, -1, -1, rows.shape[-1])).double()

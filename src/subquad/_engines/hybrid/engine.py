@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from subquad._calls.call import Call
-from subquad._calls.masks import NotServed
+from subquad._calls.masks import NotServed, is_true
 from subquad._calls.state import State
 from subquad._calls.sums import NEVER, finite
 from subquad._engines.finite import inverse, widen
@@ -76,26 +76,44 @@ def _joined(near: Tensor, level: Tensor, far: Far, log_factor: Tensor | None) ->
     Args:
         near: (b, g, n, e).
         level: (b, g, n), the logarithm of the sum of its weights; +inf in rows that see nothing.
-        far: The other part.
+        far: The far part of the last rows.
         log_factor: (b, g, 1), or None.
     """
-    near, total = widen(near), widen(far.total)
-    # What is not finite goes around the arithmetic below: its gradient would be NaN in every key of the row.
-    poisoned = near.isnan().any(-1, keepdim=True) | total.isnan().any(-1, keepdim=True)
-    near, total = torch.where(poisoned, 0.0, near), torch.where(poisoned, 0.0, total)
-    sums, z = total[..., :-1], total[..., -1:]
+    alone = near.shape[2] - far.total.shape[2]  # first rows, which see no far key
+    first, near, level = near[:, :, :alone], widen(near[:, :, alone:]), level[:, :, alone:]
+    sums, z = far.total[..., :-1], far.total[..., -1]
+    # NaN fills whole rows. It goes around the arithmetic, in which its gradient would be NaN in all keys of a row.
+    poisoned = z.isnan() | near[..., :1].isnan().any(-1)
+    has_poison = is_true(poisoned.any()) is not False
+    if has_poison:
+        near, sums = (torch.where(poisoned[..., None], 0.0, x) for x in (near, sums))
+        z = torch.where(poisoned, 0.0, z)
+    near_share, far_share = _shares(level, z, far.log_scale, log_factor)
+    output = torch.addcmul(near * near_share[..., None], sums, far_share[..., None])
+    output = output.masked_fill(poisoned[..., None], float("nan")) if has_poison else output
+    return torch.cat([first, output], 2) if alone else output
+
+
+def _shares(level: Tensor, z: Tensor, log_scale: Tensor | None, log_factor: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the factors of the near output and of the far sums in the joint result; both 0 if nothing is seen.
+
+    Args:
+        level: (b, g, n), the logarithm of the sum of near weights; +inf in rows that see nothing.
+        z: (b, g, n), the sum of far weights.
+        log_scale: (b, g, n), z is to be multiplied by its exp(); or None.
+        log_factor: (b, g, 1), the same.
+    """
     is_empty = z == 0
     z = torch.where(is_empty, 1.0, z)
     far_level = z.abs().log()
-    for part in (far.log_scale, log_factor):
-        far_level = far_level if part is None else far_level + part[..., None]
-    level = level.masked_fill(level == torch.inf, NEVER)[..., None]
+    for part in (log_scale, log_factor):
+        far_level = far_level if part is None else far_level + part
+    level = level.masked_fill(level == torch.inf, NEVER)
     far_level = far_level.masked_fill(is_empty, NEVER)
     top = finite(torch.maximum(level, far_level).detach())
-    near_weight, far_weight = (level - top).exp(), (far_level - top).exp() * z.sign()
-    share = inverse(near_weight + far_weight)
-    output = near * (near_weight * share) + sums * (far_weight * share / z)
-    return output.masked_fill(poisoned, float("nan"))
+    near_weight, far_weight = (level - top).exp(), (far_level - top).exp()
+    share = inverse(near_weight + far_weight * z.sign())
+    return near_weight * share, far_weight * share / z.abs()
 
 
 def _state_after(method: Hybrid, call: Call, near: State, far: Far | None) -> State:

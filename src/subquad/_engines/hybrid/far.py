@@ -26,7 +26,7 @@ from subquad.methods.method import UserMap, feature_method
 
 
 class Far(NamedTuple):
-    """What the queries see before the window."""
+    """What the last queries see before the window."""
 
     total: Tensor  # (b, g, n, e + 1): sums of weights times values, and of weights
     log_scale: Tensor | None  # (b, g, n): both are to be multiplied by its exp()
@@ -34,7 +34,7 @@ class Far(NamedTuple):
 
 
 def far_part(method: Hybrid, call: Call, form: Any, chunk: int | None) -> Far | None:
-    """Return the far part of all rows; None if no key has left the window."""
+    """Return the far part of the rows that see far keys, the last ones; None if no key has left the window."""
     left = _left(method, call)
     if left is None:
         return None
@@ -51,10 +51,7 @@ def far_part(method: Hybrid, call: Call, form: Any, chunk: int | None) -> Far | 
         if n == 0:
             return found
         before = found.state
-    found = _computed(method, call, q[:, :, max(0, n - count) :], left, before, call.return_state, form, chunk)
-    missing = max(0, n - count)  # first rows, which see no far key
-    log_scale = None if found.log_scale is None else F.pad(found.log_scale, (missing, 0))
-    return Far(F.pad(found.total, (0, 0, missing, 0)), log_scale, found.state)
+    return _computed(method, call, q[:, :, max(0, n - count) :], left, before, call.return_state, form, chunk)
 
 
 def _cut(x: Tensor | None, count: int) -> tuple[Tensor | None, Tensor | None]:
