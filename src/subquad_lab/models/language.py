@@ -11,6 +11,7 @@ Axes: b texts, n tokens, e embedding, w width, h heads, d = w / h.
 """
 
 from dataclasses import replace
+from itertools import cycle, islice
 from typing import Any, Literal
 
 import torch
@@ -90,12 +91,15 @@ class Transformer(nn.Module):
 
     def __init__(
         self, words: int, width: int, layers: int, heads: int, context: int, dropout: float,
-        method: Any, positions: Literal["rotary", "learned"],
+        method: Any, positions: Literal["rotary", "learned", "none"],
     ) -> None:  # fmt: skip
         super().__init__()
+        methods = method if isinstance(method, tuple) else (method,)  # of several, layer i uses number i, cyclically
         self.embedding = Embedding(words, width, width, tied=True)
         self.places = nn.Embedding(context, width) if positions == "learned" else None
-        self.blocks = nn.ModuleList(Block(width, heads, dropout, method, self.places is None) for _ in range(layers))
+        self.blocks = nn.ModuleList(
+            Block(width, heads, dropout, own, positions == "rotary") for own in islice(cycle(methods), layers)
+        )
         self.norm = nn.LayerNorm(width)
         self.dropout = nn.Dropout(dropout)
 

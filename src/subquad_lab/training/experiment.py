@@ -97,6 +97,10 @@ def no_pictures(run: Run, config: Any) -> dict[str, bytes]:
     return {}
 
 
+def no_shared_pictures(runs: Mapping[str, Sequence[Run]]) -> dict[str, bytes]:
+    return {}
+
+
 def no_table(run: Run) -> Table | None:
     return None
 
@@ -120,6 +124,8 @@ class Experiment(Generic[C]):
         pictures: Returns SVG plots of a run by name, in addition to its learning curves.
         table: Returns a table of a finished run, if its metrics are too many for a line.
         in_demo: Whether its preset `quick` is short enough for `subquad demo`.
+        shared_pictures: Returns SVG plots by name of several finished runs together, grouped by what differs in their
+            seed only, in addition to their learning curves.
         published: Published results for the report: "what", on which "data", and the "figure".
     """
 
@@ -137,6 +143,7 @@ class Experiment(Generic[C]):
     pictures: Callable[[Run, C], dict[str, bytes]] = no_pictures
     table: Callable[[Run], Table | None] = no_table
     in_demo: bool = True
+    shared_pictures: Callable[[Mapping[str, Sequence[Run]]], dict[str, bytes]] = no_shared_pictures
     published: Sequence[Mapping[str, Any]] = ()
 
     @property

@@ -88,14 +88,17 @@ def test_a_finished_run_is_not_trained_again(trained, capfd):
     ("arguments", "message"),
     [
         (["train"], "EXPERIMENT: expected an experiment or --resume RUN, got neither"),
-        (["train", "chess"], "invalid choice: 'chess' (choose from 'language', 'images', 'graphs', 'speech')"),
+        (
+            ["train", "chess"],
+            "invalid choice: 'chess' (choose from 'language', 'images', 'graphs', 'speech', 'recall')",
+        ),
         (["train", "language", "--lr", "fast"], "--lr: expected a number, got 'fast'"),
         (["train", "language", "--model", "gru"], "--model: expected one of 'rnn', 'lstm', 'transformer', got 'gru'"),
         (["train", "language", "--rate", "1"], "unrecognized arguments: --rate 1"),
         (["train", "language", "--batch", "0"], "batch: expected a positive integer, got 0"),
         (
             ["train", "language", "--preset", "best"],
-            "--preset: expected one of attention, lstm, published, quick, rnn, sound, got 'best'",
+            "--preset: expected one of attention, characters, long, lstm, published, quick, rnn, sound, got 'best'",
         ),
         (["train", "language", "--config", "no.yaml"], "no.yaml: No such file or directory"),
         (["train", "language", "--data", "nowhere"], "--data: no such folder"),
