@@ -1,7 +1,7 @@
 """A trained decoder and what it is converted to, trained in stages.
 
     exact      cross-entropy of the decoder itself, with exact attention (unless it comes trained)
-    transfer   for each layer, |out - exact|^2 / |exact|^2 on the layer's own inputs: trains the feature maps
+    transfer   for each layer and text, |out - exact|^2 / |exact|^2 on the layer's own inputs: trains the feature maps
     adapt      cross-entropy of the converted decoder: trains matrices of low rank on its projections
 
 Each step of `transfer` runs the decoder once, without gradients, for all methods: the loss of a layer depends only on
@@ -61,9 +61,7 @@ class Conversion(nn.Module):
             for student in self.students.values()
         )
         self.scratch = nn.ModuleList() if make is None else nn.ModuleList(make(parse_method(spec)) for spec in specs)
-        self.from_scratch = {
-            spec: WordDecoder(network) for spec, network in zip(specs, self.scratch, strict=False)
-        }
+        self.from_scratch = {spec: WordDecoder(network) for spec, network in zip(specs, self.scratch, strict=False)}
 
     def _student(self, spec: str, rank: int | None) -> Student:
         made = LearnedMethods(spec, self.teacher.shape)
@@ -81,7 +79,8 @@ class Conversion(nn.Module):
         """Move the decoders that are not submodules too."""
         for decoder in (self.teacher, *(student.decoder for student in self.students.values())):
             decoder.network._apply(function)
-        return super()._apply(function, recurse)
+        super()._apply(function, recurse)  # type: ignore[no-untyped-call]
+        return self
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Return the sum of the losses of all that is trained in this stage."""
@@ -100,11 +99,12 @@ class Conversion(nn.Module):
 
 
 def transfer_loss(made: LearnedMethods, layers: Sequence[Layer]) -> Tensor:
-    """Return the mean over the layers of the squared relative error of their outputs."""
+    """Return the squared relative error of the outputs, averaged over layers and texts."""
     losses = []
     for (query, key, value, exact, scale, _), method in zip(layers, made.methods, strict=True):
         found = subquad.attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True, method=method)
-        losses.append((found - exact).square().sum() / exact.square().sum())
+        wrong, whole = (x.square().sum((1, 2, 3)) for x in (found - exact, exact))  # (b,)
+        losses.append((wrong / whole).mean())  # of each text alone, so that processes can share the texts
     return torch.stack(losses).mean()
 
 

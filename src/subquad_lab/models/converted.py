@@ -41,8 +41,11 @@ def exported(base: str, checksum: str, spec: str, student: Student, rank: int | 
     """
     name = re.sub(r"[^\w.-]", "-", spec)
     config = dict(zip(FIELDS, (base, checksum, spec, rank), strict=True))
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in _tensors(student).items()}
-    return {f"{name}.json": json.dumps(config, indent=1).encode(), f"{name}.safetensors": safetensors.torch.save(tensors)}
+    tensors = {own: tensor.detach().cpu().contiguous() for own, tensor in _tensors(student).items()}
+    return {
+        f"{name}.json": json.dumps(config, indent=1).encode(),
+        f"{name}.safetensors": safetensors.torch.save(tensors),
+    }
 
 
 def _tensors(student: Student) -> dict[str, Any]:

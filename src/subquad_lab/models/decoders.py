@@ -66,7 +66,7 @@ class Decoder(ABC):
 
     @abstractmethod
     def _projections(self) -> Iterable[str]:
-        """Return the names of the linear layers that make queries, keys and values, and of those that read the output."""
+        """Return the names of the linear layers before and after the attention."""
 
     def converted(self, methods: Sequence[Any]) -> Self:
         """Return a decoder that shares all parameters, with a method for each layer, in evaluation mode."""

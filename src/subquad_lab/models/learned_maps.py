@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from subquad import Hybrid, Taylor
+from subquad import Hybrid
 from subquad.methods import FeatureMethod, for_layer
 from subquad_lab.options.methods import parse_method
 
@@ -35,7 +35,7 @@ class Projected(nn.Module):
         shape: The attention of the model.
 
     Example:
-        >>> from subquad import attention
+        >>> from subquad import Taylor, attention
         >>> q, k, v = torch.randn(3, 1, 2, 5, 4).unbind(0)
         >>> learned = Projected(Taylor(2), HeadShape(layers=1, heads=2, key_heads=2, width=4))
         >>> torch.testing.assert_close(attention(q, k, v, method=learned), attention(q, k, v, method="taylor:2"))
@@ -54,8 +54,8 @@ class Projected(nn.Module):
     def forward(self, x: Tensor, *, is_query: bool) -> Any:
         """Map scaled queries or keys (..., h, n, d) to features (..., h, n, r)."""
         weight = self.query_weight if is_query else self.key_weight
-        weight = weight.repeat_interleave(x.shape[-3] // len(weight), 0)  # Query heads may have copies of their key head.
-        return self.base(x @ weight.mT, is_query=is_query)  # type: ignore[operator]
+        copies = x.shape[-3] // len(weight)  # Query heads with their own masks have copies of their key head.
+        return self.base(x @ weight.repeat_interleave(copies, 0).mT, is_query=is_query)  # type: ignore[operator]
 
     def __repr__(self) -> str:
         return f"Projected({self.base.label})"

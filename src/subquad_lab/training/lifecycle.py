@@ -85,7 +85,7 @@ def create(
 def settled(config: Training) -> Any:
     """Return the config with absolute paths, so that the run can be resumed from another folder."""
     given = {name: path for name in config.paths if (path := getattr(config, name, None)) is not None}
-    found = {}
+    found: dict[str, Any] = {}
     for name, path in given.items():
         try:
             found[name] = str(Path(path).resolve())

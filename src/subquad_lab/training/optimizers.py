@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
@@ -25,12 +25,10 @@ Name = Literal["sgd", "sgdw", "average", "corrected", "adam", "adamw"]
 Past = Literal["momentum", "average", "corrected"]
 
 
-def make_optimizer(
-    name: Name, parameters: ParamsT, lr: float, momentum: float = 0.0, decay: float = 0.0
-) -> Optimizer:
+def make_optimizer(name: Name, parameters: ParamsT, lr: float, momentum: float = 0.0, decay: float = 0.0) -> Optimizer:
     """Return the optimizer with this name.
 
-    >>> weights = nn.Parameter(torch.ones(2))
+    >>> weights = torch.nn.Parameter(torch.ones(2))
     >>> weights.grad = torch.tensor([1.0, -1.0])
     >>> make_optimizer("sgdw", [weights], lr=0.1, decay=1.0).step()
     >>> weights.data

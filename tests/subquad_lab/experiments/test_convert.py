@@ -196,7 +196,7 @@ def test_figures_are_those_of_the_stages(finished):
     for record in (convert.TABLE, convert.DECODING):
         assert json.loads((run.folder / f"{record}.json").read_text())["rows"].keys() == names
     table = convert.EXPERIMENT.table(run)
-    assert [row[0] for row in table.rows][0] == "exact" and len(table.rows) == len(names)
+    assert table.rows[0][0] == "exact" and len(table.rows) == len(names)
     lines = {line["step"]: line for line in run.metrics() if "valid/perplexity" in line}
     assert lines.keys() == {7, 10, 14, 20, 21, 28, 30}  # every 7 steps, and where a stage ends
     assert "valid/exact" in lines[10] and "valid/linear:elu" in lines[10] and "valid/linear:elu" not in lines[7]
@@ -234,7 +234,8 @@ def test_a_run_of_language_is_converted(text, tmp_path, complaint):
     options = [f"--data={text}", "--width=8", "--heads=2", "--layers=1", "--context=8", "--batch=4", "--steps=12"]
     assert main(["train", "language", *options, f"--out={tmp_path}"]) == 0
     base = tmp_path / "language-001"
-    own = ["--methods=linear:elu", "--tokens=64", "--adapt-tokens=0", "--batch=4", "--context=8", "--untrained=window:4"]
+    own = ["--methods=linear:elu", "--untrained=window:4", "--tokens=64", "--adapt-tokens=0", "--batch=4",
+           "--context=8"]  # fmt: skip
     command = ["train", "convert", f"--model={base}", *own, f"--out={tmp_path}"]
     assert main(command) == 0
     result, before = (Run.open(tmp_path / name).result() for name in ("convert-001", "language-001"))
