@@ -21,8 +21,7 @@ LAYERS = [
     "subquad_lab.report", "subquad_lab.commands", "subquad_lab.cli", "subquad_lab.__main__",
 ]  # fmt: skip
 PACKAGES = ("subquad", "subquad_lab")
-# So that `subquad --help` does not wait for torch, and `subquad train` for transformers.
-MAY_DEFER = {"subquad_lab.cli", "subquad_lab.models.pretrained_decoder"}
+MAY_DEFER = {"subquad_lab.cli"}  # so that `subquad --help` does not wait for torch
 
 
 class Import(NamedTuple):
