@@ -5,7 +5,6 @@ Axes: b batch and key heads, g query heads per key head, n queries, m keys, d wi
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -113,6 +112,16 @@ class Piece(NamedTuple):
         return gradients(self.results, grads, self.leaves)
 
 
+def placed(part: Tensor, rows: slice, whole: Tensor | None, heads: int) -> Tensor:
+    """Return the output of all heads with that of some in its place; `whole` is None before the first.
+
+    Joining all parts at the end would write everything twice, to fresh memory: a seventh of the time of a call.
+    """
+    whole = part.new_empty(heads, *part.shape[1:]) if whole is None else whole
+    whole[rows] = part
+    return whole
+
+
 def joined(states: Sequence[State]) -> State:
     """Return the state of all heads from those of groups of heads."""
     named: dict[str, Any] = {name: torch.cat([x._tensors()[name] for x in states]) for name in states[0]._tensors()}
@@ -120,6 +129,5 @@ def joined(states: Sequence[State]) -> State:
 
 
 def collected(found: Sequence[Sequence[Tensor]], sums: Tensor | None) -> list[Tensor | None]:
-    """Return the gradients of q, k, v, the sums before all ranks, and learned parameters from those of all groups."""
-    parts = list(zip(*found, strict=True))
-    return [*(torch.cat(part) for part in parts[:3]), sums, *(reduce(torch.add, part) for part in parts[3:])]
+    """Return the gradients of q, k, v and the sums before all ranks, from those of all groups."""
+    return [*(torch.cat(part) for part in zip(*found, strict=True)), sums]

@@ -20,6 +20,7 @@ from subquad._calls.sums import NEVER, finite
 from subquad._engines.features import engine as features
 from subquad._engines.features.mapped import mapped
 from subquad._engines.features.method_kernel import shifted
+from subquad._engines.finite import widen
 from subquad._engines.sparse.memory import Tokens, folded
 from subquad.methods.hybrid import Hybrid
 from subquad.methods.method import UserMap, feature_method
@@ -96,11 +97,12 @@ def _computed(
     chunk: int | None,
 ) -> Far:  # fmt: skip
     """Return the far part of queries (b, g, n, d), as many as there are keys, or none."""
-    own, v = feature_method(method.far), F.pad(keys.values, (0, 1), value=1.0)
+    own, q, k, v = feature_method(method.far), widen(q), widen(keys.keys), widen(keys.values)
+    v = F.pad(v, (0, 1), value=1.0)
     layout = replace(whole.layout, queries=q.shape[2], keys=v.shape[1], value_width=v.shape[2])
     call = whole._replace(
-        layout=layout, query=layout.unfold_query(q), key=layout.unfold(keys.keys), value=layout.unfold(v),
-        dtype=torch.promote_types(q.dtype, torch.float32), attn_mask=None, mask_kind=None, padding=keys.keep,
+        layout=layout, query=layout.unfold_query(q), key=layout.unfold(k), value=layout.unfold(v),
+        dtype=q.dtype, attn_mask=None, mask_kind=None, padding=keys.keep,
         state=before, return_state=want_state, scale=whole.logit_scale, is_normalized=False, is_headless=False,
         is_autocast=False,
     )  # fmt: skip
