@@ -312,6 +312,13 @@ def _of_sizes(places: Places) -> Iterator[Bad]:
         yield Bad(("train", "language", *guarded, "--model", "transformer", "--heads", value), "--heads")
     for method in ("softmax", "", "taylor:x", "taylor:-1", "random:0", "window:-3", "\x1b[2J"):
         yield Bad(("train", "language", *guarded, "--method", method), "--method")
+        yield Bad(("train", "convert", *guarded, "--methods", method), "--methods")
+    for option, value in (("--tokens", "0"), ("--adapt-tokens", "-1"), ("--rank", "0"), ("--weights", "best"),
+                          ("--patience", "1"), ("--context", "3"), ("--transfer-lr", ".nan"), ("--untrained", "x"),
+                          ("--evaluate-tokens", "0")):  # fmt: skip
+        yield Bad(("train", "convert", *guarded, option, value), option)
+    for path in (places.nowhere, places.plain, places.folder, places.fifo):
+        yield Bad(("train", "convert", "--data", places.text, "--model", path), "--model")
         yield Bad(("train", "recall", "--method", f"exact,{method}"), "--method")
     for option, values in {
         "--pairs": ("", "0", "x", "4,", "-4", "1.5", "²", "9" * 30), "--length": ("0", "-1", "5", str(10**12)),

@@ -27,6 +27,8 @@ from subquad_lab.system.regular_file import read_regular
 from subquad_lab.system.text import warn
 
 PARTS = ("train", "valid", "test")
+EMBEDDED = "Python's documentation topics"
+MIN_SPLIT_TEXTS = 20  # Fewer are split by words.
 UNKNOWN, END = "<unk>", "<eos>"
 NAMES = {
     "Penn Treebank": "ptb.{}.txt",
@@ -42,6 +44,15 @@ SUFFIXES = (".txt", ".md", ".rst")
 Tokens = Literal["words", "characters"]
 Split = Callable[[str], list[str]]
 MIN_WORD_COUNT = 2  # Rarer words of plain text are unknown; prepared texts contain their own <unk>.
+
+
+@dataclass(frozen=True)
+class Prose:
+    """The text of each part, as it is."""
+
+    name: str
+    checksum: str  # SHA-256 of all parts
+    parts: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -84,8 +95,35 @@ def load_text(folder: str | None = None, tokens: Tokens = "words") -> Corpus:
     """Load the embedded text, or text from a folder."""
     plain, prepared = (words_of, str.split) if tokens == "words" else (characters_of, characters_of)
     if folder is None:
-        return _corpus("Python's documentation topics", embedded(plain), MIN_WORD_COUNT, tokens)
+        return _corpus(EMBEDDED, embedded(plain), MIN_WORD_COUNT, tokens)
     path = Path(folder)
+    if (found := _prepared(path)) is None:
+        return _corpus(path.name, _plain(path, plain), MIN_WORD_COUNT, tokens)
+    name, contents = found
+    if name == "Penn Treebank" and not _is_treebank(path, contents):
+        name += ", changed"
+    return _corpus(name, {part: lines_of(content, prepared) for part, content in contents.items()}, 1, tokens)
+
+
+def load_prose(folder: str | None = None) -> Prose:
+    """Load the same texts as `load_text`, unchanged, for a model with a tokenizer of its own."""
+    if folder is None:
+        name, parts = EMBEDDED, _joined(_topics())
+    elif (found := _prepared(Path(folder))) is not None:
+        name, parts = found
+    else:
+        name, texts = Path(folder).name, _texts(Path(folder))
+        if len(texts) >= MIN_SPLIT_TEXTS:
+            parts = _joined(texts)
+        else:
+            whole = "\n".join(texts.values())
+            first, second = 8 * len(whole) // 10, 9 * len(whole) // 10
+            parts = {"train": whole[:first], "valid": whole[first:second], "test": whole[second:]}
+    return Prose(name, hashlib.sha256("\0".join(parts[part] for part in PARTS).encode()).hexdigest(), parts)
+
+
+def _prepared(path: Path) -> tuple[str, dict[str, str]] | None:
+    """Return the name and the content of each part, if the folder has a file for each of them."""
     if not path.is_dir():
         raise UsageError(f"--data: expected a folder, got the file {path}" if path.exists()
                          else f"--data: no such folder: {path}")  # fmt: skip
@@ -99,25 +137,31 @@ def load_text(folder: str | None = None, tokens: Tokens = "words") -> Corpus:
             missing = [file for file in files.values() if file not in present]
             if missing:
                 raise UsageError(f"--data: expected the files of {name} in {path}, got no {missing[0]}")
-            contents = {part: read(path / file) for part, file in files.items()}
-            if name == "Penn Treebank" and not _is_treebank(path, contents):
-                name += ", changed"
-            return _corpus(name, {part: lines_of(content, prepared) for part, content in contents.items()}, 1, tokens)
-    return _corpus(path.name, _plain(path, plain), MIN_WORD_COUNT, tokens)
+            return name, {part: read(path / file) for part, file in files.items()}
+    return None
 
 
 def embedded(split: Split) -> dict[str, list[str]]:
+    return _split({name: paragraphs_of(text, split) for name, text in _topics().items()})
+
+
+def _topics() -> dict[str, str]:
     from pydoc_data.topics import topics  # type: ignore[import-not-found,unused-ignore]
 
-    return _split({name: paragraphs_of(text, split) for name, text in topics.items()})
+    return dict(topics)
 
 
-def _plain(folder: Path, split: Split) -> dict[str, list[str]]:
+def _texts(folder: Path) -> dict[str, str]:
+    """Return the plain texts in a folder by name."""
     files = sorted(path for path in folder.rglob("*") if path.suffix in SUFFIXES and path.is_file())
     if not files:
         raise UsageError(f"--data: expected files {', '.join('*' + s for s in SUFFIXES)} in {folder}, got none")
-    texts = {str(path.relative_to(folder)): paragraphs_of(read(path), split) for path in files}
-    if len(texts) >= 20:
+    return {str(path.relative_to(folder)): read(path) for path in files}
+
+
+def _plain(folder: Path, split: Split) -> dict[str, list[str]]:
+    texts = {name: paragraphs_of(text, split) for name, text in _texts(folder).items()}
+    if len(texts) >= MIN_SPLIT_TEXTS:
         return _split(texts)
     words = [word for text in texts.values() for word in text]  # too few files to split by file
     first, second = 8 * len(words) // 10, 9 * len(words) // 10
@@ -125,11 +169,19 @@ def _plain(folder: Path, split: Split) -> dict[str, list[str]]:
 
 
 def _split(texts: dict[str, list[str]]) -> dict[str, list[str]]:
+    return {part: [word for name in names for word in texts[name]] for part, names in _names(texts).items()}
+
+
+def _joined(texts: dict[str, str]) -> dict[str, str]:
+    return {part: "\n".join(texts[name] for name in names) for part, names in _names(texts).items()}
+
+
+def _names(texts: Iterable[str]) -> dict[str, list[str]]:
     """Split by text, in the order of a hash of the names: a tenth each for validation and test."""
     order = sorted(texts, key=lambda name: hashlib.sha256(name.encode()).hexdigest())
     tenth = max(1, len(order) // 10)
     chosen = {"valid": order[:tenth], "test": order[tenth : 2 * tenth], "train": order[2 * tenth :]}
-    return {part: [word for name in sorted(chosen[part]) for word in texts[name]] for part in PARTS}
+    return {part: sorted(chosen[part]) for part in PARTS}
 
 
 def read(path: Path) -> str:

@@ -141,9 +141,7 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, places: Tensor, memory: subquad.State | None, streams: bool
     ) -> tuple[Tensor, subquad.State | None]:
-        q, k, v = self.inward(self.norms[0](x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        if self.rotary:
-            q, k = rotate(q, places), rotate(k, places)
+        q, k, v = self.heads_of(x, places)
         method = self.method
         if self.random_matrix is not None:
             method = replace(method, matrix=self.random_matrix)
@@ -153,6 +151,11 @@ class Block(nn.Module):
             mixed = subquad.attention(q, k, v, is_causal=True, method=method)
         x = x + self.dropout(self.outward(mixed.transpose(1, 2).flatten(2)))
         return x + self.dropout(self.mlp(self.norms[1](x))), memory
+
+    def heads_of(self, x: Tensor, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values of the attention, (b, h, n, d) each."""
+        q, k, v = self.inward(self.norms[0](x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        return (rotate(q, places), rotate(k, places), v) if self.rotary else (q, k, v)
 
 
 def rotate(x: Tensor, places: Tensor) -> Tensor:

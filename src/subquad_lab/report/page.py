@@ -111,6 +111,7 @@ def entry(name: str, run: Run, mark: str) -> dict[str, Any]:
         "test": figure(result.get("test"), measure),
         "seconds": f"{result['seconds']:,.1f}" if isinstance(result.get("seconds"), int | float) else "not finished",
         "steps": max((int(line["step"]) for line in run.metrics()), default=0),
+        "table": experiment.table(run),
         "pictures": [inline(picture, f"{mark}-{i}") for i, picture in enumerate(pictures)],
     }
 

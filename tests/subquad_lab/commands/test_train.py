@@ -190,7 +190,7 @@ def test_help_of_every_field_comes_from_the_config(name, capfd):
         assert re.search(rf"--{option} (\{{\S+\}}|[A-Z_]+|\[\S+\]) \w+", text), option
 
 
-@pytest.mark.parametrize("experiment", ["language", "images", "graphs", "speech"])
+@pytest.mark.parametrize("experiment", ["language", "images", "graphs", "speech", "convert"])
 def test_a_link_that_leads_back_to_itself_is_refused(experiment, tmp_path, complaint):
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     message = complaint(["train", experiment, f"--data={tmp_path / 'loop'}", f"--out={tmp_path / 'runs'}"])
