@@ -20,7 +20,19 @@ from torch import Tensor, nn
 
 import subquad
 from ranks import on_ranks
-from subquad import BlockSparse, Exact, Linear, Multipole, RandomFeatures, Separable, State, Taylor, Window
+from subquad import (
+    BlockSparse,
+    Exact,
+    Hedgehog,
+    Hybrid,
+    Linear,
+    Multipole,
+    RandomFeatures,
+    Separable,
+    State,
+    Taylor,
+    Window,
+)
 from subquad import distributed as over_ranks
 from subquad.distributed import features, setup
 
@@ -50,7 +62,7 @@ class Learned(nn.Module):
 SUMS: dict[str, Any] = {
     "taylor": Taylor(2), "shifted": Taylor(2, key_shift=(0.1, 0.2, 0.3, 0.4, 0.5, 0.6)), "positive": RandomFeatures(20),
     "trigonometric": RandomFeatures(20, "trigonometric"), "elu": Linear(), "identity": Linear("identity"),
-    "separable": Separable(), "learned": Learned(),
+    "separable": Separable(), "learned": Learned(), "hedgehog": Hedgehog(6, 4, key_heads=2).double(),
 }  # fmt: skip
 KEYS: dict[str, Any] = {
     "exact": Exact(), "window 4": Window(4), "window 9, sinks": Window(9, sinks=2), "long window": Window(40, sinks=3),
@@ -61,7 +73,8 @@ SLICES = {2: [30, 20], 3: [20, 0, 30], 4: [0, 3, 35, 12]}
 MASKS = ("none", "padding", "segments", "both")
 CASES = [
     *((name, size, is_causal, mask, way) for name, size, is_causal, mask, way in itertools.product(
-        SUMS, SLICES, (True, False), MASKS, ("in turn", "gathered")) if is_causal or way == "gathered"),
+        SUMS, SLICES, (True, False), MASKS, ("in turn", "gathered"))
+        if (is_causal or way == "gathered") and (name != "hedgehog" or (size, mask) == (3, "padding"))),
     *((name, size, is_causal, mask, "keys") for name, size, is_causal, mask in itertools.product(
         KEYS, SLICES, (True, False), MASKS)),
 ]  # fmt: skip
@@ -129,7 +142,7 @@ def error_of(case: tuple[Any, ...], group: dist.ProcessGroup) -> float:
         loss = (output * x["loss"][:, :, part]).sum()
         if after is not None:  # Every rank holds a copy.
             loss = loss + after.sums.square().sum() / (1 if place == "alone" else case[1])
-        learned = list(SUMS["learned"].parameters()) if case[0] == "learned" else []
+        learned = list(SUMS[case[0]].parameters()) if case[0] in ("learned", "hedgehog") else []
         grads = list(torch.autograd.grad(loss, [*tokens, *leaves, *learned], materialize_grads=True))
         for grad in grads[3:] if place == "ranks" else []:  # Each rank has a part of it.
             dist.all_reduce(grad, group=group)
@@ -248,6 +261,7 @@ def refusals(rank: int) -> dict[str, str]:
         "padding": dict(key_padding_mask=torch.ones(1, 24)) if last else {},
         "auto": dict(method="auto"),
         "blocks": dict(method=BlockSparse(torch.ones(1, 3, 3, dtype=torch.bool))),
+        "hybrid": dict(method=Hybrid(Window(3), Taylor(2))),
         "dropout": dict(dropout_p=0.5, method="exact"),
         "pairs": dict(attn_mask=torch.rand(24, 24) > 0.5, method="exact"),
         "cross": dict(query=q[:, :, :5], is_causal=True),
@@ -301,7 +315,8 @@ EXPECTED = {
     "causal": "is_causal: expected the same on all ranks, got False on rank 0 and True on rank 1",
     "invalid": "key: expected width 8", "gradient": "requires_grad: expected the same on all ranks",
     "padding": "key_padding_mask: expected a boolean tensor", "auto": "method: expected one of 'exact'",
-    "blocks": "method: BlockSparse describes a whole sequence", "dropout": "dropout_p: expected 0",
+    "blocks": "method: BlockSparse describes a whole sequence",
+    "hybrid": "is not supported on several ranks", "dropout": "dropout_p: expected 0",
     "pairs": "attn_mask: expected a mask of this rank's keys", "cross": "is_causal: expected as many queries as keys",
     "state": "state: on several ranks only feature methods have a state",
 }  # fmt: skip
