@@ -39,7 +39,7 @@ def attend(method: Any, call: Call, peers: Peers, runs: Runs | None) -> tuple[Te
     if features.key_shift is not None:
         call = call._replace(key=shifted(features, call.key, call.layout.key_heads))
         plain = replace(method, key_shift=None)
-    whole = call = call.factored()
+    whole = call
     if features.is_learned:  # Outside the exchange, so that plain differentiation finds its parameters.
         plain, call = mapped(method, call)[:2]
     tokens = Tokens(*call.folded(), call.keep(), None if runs is None else runs.numbers)

@@ -69,8 +69,9 @@ class Method(ABC):
         return None
 
     def error(
-        self, low: float, high: float, spread: float | None = None, squared_norm: float | None = None
-    ) -> ErrorEstimate:
+        self, low: float, high: float, spread: float | None = None, squared_norm: float | None = None,
+        width: int | None = None,
+    ) -> ErrorEstimate:  # fmt: skip
         """Return the relative error on logits in [low, high]; arguments as for `subquad.error`."""
         return UNKNOWN_ERROR
 
@@ -125,6 +126,14 @@ class FeatureMethod(Method):
     def is_weighted(self) -> bool:
         """Whether the table (r,) holds a weight for the product of each feature."""
         return False
+
+    def scale_at(self, width: int) -> float:
+        """Return the scale of random features at this width."""
+        return 0.0
+
+    def exponents(self, table: Tensor) -> tuple[float, Tensor | None]:
+        """Return a factor s and constants c (rows,), None if all are 0, of features exp(s w.y + c)."""
+        return 1.0, None
 
     @abstractmethod
     def traits(self, width: int) -> Traits:

@@ -4,7 +4,7 @@ Query i sees the keys up to i - w: the last queries meet the first keys. The cal
 a column of ones, so that the sums of weights and their gradients come along.
 
 Axes: b batch and key heads, g query heads per key head, n queries, m keys, d width, e value width, w near keys,
-c keys that leave it.
+c keys that leave the window.
 """
 
 from dataclasses import replace
