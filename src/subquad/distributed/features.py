@@ -27,7 +27,7 @@ from subquad.distributed.in_turn import InTurn
 from subquad.distributed.peers import Peers
 from subquad.distributed.segments import Runs
 from subquad.distributed.setup import Setup, Tokens
-from subquad.methods.method import UserMap, feature_method
+from subquad.methods.method import feature_method
 
 GATHERED_OVERHEAD = 0.45  # time for adding up keys, over that of causal attention, on one thread
 
@@ -40,8 +40,8 @@ def attend(method: Any, call: Call, peers: Peers, runs: Runs | None) -> tuple[Te
         call = call._replace(key=shifted(features, call.key, call.layout.key_heads))
         plain = replace(method, key_shift=None)
     whole = call
-    if isinstance(features, UserMap):  # Outside the exchange, so that plain differentiation finds its parameters.
-        plain, call = mapped(features, call)[:2]
+    if features.is_learned:  # Outside the exchange, so that plain differentiation finds its parameters.
+        plain, call = mapped(method, call)[:2]
     tokens = Tokens(*call.folded(), call.keep(), None if runs is None else runs.numbers)
     setup = Setup(plain, tokens, peers, _folded(plain, call), call.is_causal, call.logit_scale, call.return_state)
     exchange = InTurn(setup) if runs_in_turn(setup) else Gathered(setup)

@@ -25,7 +25,7 @@ from subquad._engines.features.sums import Tokens
 from subquad._engines.result import Result
 from subquad._torch_internals import has_open_size, is_recorded, is_transformed
 from subquad.methods.memory_limit import check_memory, needs_features
-from subquad.methods.method import FeatureMethod, UserMap, feature_method
+from subquad.methods.method import FeatureMethod, feature_method
 
 
 def run(method: Any, call: Call, form: Form | None = None, chunk: int | None = None) -> Result:
@@ -40,8 +40,8 @@ def run(method: Any, call: Call, form: Form | None = None, chunk: int | None = N
         wide = torch.autocast(call.layout.device.type, enabled=False)
     with wide:
         whole = call
-        if isinstance(features, UserMap):
-            features, call = mapped(features, call)[:2]
+        if features.is_learned:
+            features, call = mapped(method, call)[:2]
         tokens = Tokens(*call.folded(), call.keep(), call.segments)
         before, following = _sums_before(call), _sums_following(call)
         is_served = _is_served(features, call, tokens, before)

@@ -4,7 +4,7 @@ Query i sees the keys up to i - w: the last queries meet the first keys. The cal
 a column of ones, so that the sums of weights and their gradients come along.
 
 Axes: b batch and key heads, g query heads per key head, n queries, m keys, d width, e value width, w near keys,
-c keys that leave it.
+c keys that leave the window.
 """
 
 from dataclasses import replace
@@ -23,7 +23,7 @@ from subquad._engines.features.method_kernel import shifted
 from subquad._engines.finite import widen
 from subquad._engines.sparse.memory import Tokens, folded
 from subquad.methods.hybrid import Hybrid
-from subquad.methods.method import UserMap, feature_method
+from subquad.methods.method import feature_method
 
 
 class Far(NamedTuple):
@@ -111,9 +111,9 @@ def _computed(
         center = torch.tensor(own.key_shift, dtype=q.dtype, device=q.device).expand(layout.key_heads, -1)
         by_head = q.unflatten(0, (-1, layout.key_heads)) * center[:, None, None]
         scales.append(by_head.sum(-1).flatten(0, 1) * whole.logit_scale)
-    if own.has_log_scale or isinstance(own, UserMap):
+    if own.has_log_scale or own.is_learned:
         call = call._replace(key=shifted(own, call.key, layout.key_heads))
-        own, call, query_scale, key_scale = mapped(UserMap(method.far), call)
+        own, call, query_scale, key_scale = mapped(method.far, call)
         if query_scale is not None:
             scales.append(query_scale.reshape(q.shape[:3]))
         if key_scale is not None:
