@@ -37,7 +37,9 @@ class Squares:
 METHODS = {
     "taylor": Taylor(2),
     "odd taylor": Taylor(3),
+    "fitted taylor": Taylor(2, key_shift=[0.5, -0.25, 0.1, 0.3], query_shift=[0.7, 1.1, -0.9, 0.4]),
     "positive": RandomFeatures(16),
+    "fitted features": RandomFeatures(16, key_shift=[0.5, -0.25, 0.1, 0.3], balance=[2.0, 0.5, 1.0, 1.5]),
     "hyperbolic": RandomFeatures(16, "hyperbolic"),
     "trigonometric": RandomFeatures(16, "trigonometric"),
     "identity": Linear("identity"),

@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 
 from subquad._torch_internals import exponential
+from subquad.methods.alignment import alignment_suffix, as_vectors
 from subquad.methods.checks import check_choice, check_whole
 from subquad.methods.error_estimate import ErrorEstimate
 from subquad.methods.memory_limit import check_memory
-from subquad.methods.method import FeatureMethod, Shift, Traits
-from subquad.methods.shift import as_shift, shift_suffix
+from subquad.methods.method import FeatureMethod, Traits, Vectors
 from subquad.methods.tables import constant
 
 Kind = Literal["positive", "hyperbolic", "trigonometric"]
@@ -46,6 +46,8 @@ class RandomFeatures(FeatureMethod):
         orthogonal: Make the draws of each block of d orthogonal, with the lengths of independent ones.
         seed: Of the draw.
         key_shift: As for `Taylor`.
+        balance: Positive factors of shape (width,) or (heads, width) that multiply all queries and divide all keys.
+            Logits do not change; the variance depends on |q + k|, which does.
         matrix: (rows, width), a stored constant that replaces the draw.
 
     Example:
@@ -56,13 +58,14 @@ class RandomFeatures(FeatureMethod):
     name = "random"
     family: ClassVar[str] = "random"
     argument = "num_features"
-    has_log_scale: ClassVar[bool] = True
+    has_log_scale = True
 
     num_features: int = 256
     kind: Kind = "positive"
     orthogonal: bool = True
     seed: int = 0
-    key_shift: Shift | None = None
+    key_shift: Vectors | None = None
+    balance: Vectors | None = None
     matrix: Tensor | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -74,7 +77,8 @@ class RandomFeatures(FeatureMethod):
             )
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise ValueError(f"seed: expected an integer, got {self.seed!r}")
-        object.__setattr__(self, "key_shift", as_shift(self.key_shift))
+        object.__setattr__(self, "key_shift", as_vectors("key_shift", self.key_shift))
+        object.__setattr__(self, "balance", as_vectors("balance", self.balance, positive=True))
 
     @property
     def positive(self) -> bool:  # type: ignore[override]
@@ -82,7 +86,7 @@ class RandomFeatures(FeatureMethod):
 
     @property
     def label(self) -> str:
-        return f"RandomFeatures({self.num_features}, {self.kind!r}){shift_suffix(self.key_shift)}"
+        return f"RandomFeatures({self.num_features}, {self.kind!r}){alignment_suffix(self)}"
 
     @property
     def native_map(self) -> str | None:

@@ -14,12 +14,13 @@ from torch import Tensor
 from subquad._calls.call import Call
 from subquad._calls.state import State
 from subquad._calls.sums import Sums
+from subquad._engines.features.alignment import Coordinates
 from subquad._engines.features.at_once import run_at_once
 from subquad._engines.features.choose_form import Form, choose_form, is_fusable, sizes_of
 from subquad._engines.features.forms import Beside, run_form
 from subquad._engines.features.fused import PLAIN_TYPES, fused, fused_separable, fused_step
 from subquad._engines.features.kernel import FeatureKernel, Kernel
-from subquad._engines.features.method_kernel import kernel_of, shifted
+from subquad._engines.features.method_kernel import kernel_of
 from subquad._engines.features.sums import Tokens
 from subquad._engines.result import Result
 from subquad._torch_internals import has_open_size, is_recorded, is_transformed
@@ -30,15 +31,17 @@ from subquad.methods.method import FeatureMethod, feature_method
 def run(method: Any, call: Call, form: Form | None = None, chunk: int | None = None) -> Result:
     """Compute the call; tests may choose the form and the chunk."""
     features = feature_method(method)
-    if features.key_shift is not None:
-        call = call._replace(key=shifted(features, call.key, call.layout.key_heads))
-    call = call.factored()
+    heads, call = call.layout.key_heads, call.factored()
     # Features, sums and normalizers are never in half precision.
     wide: AbstractContextManager[Any] = nullcontext()
     if call.is_autocast:
         wide = torch.autocast(call.layout.device.type, enabled=False)
     with wide:
-        tokens = Tokens(*call.folded(), call.keep(), call.segments)
+        q, k, v = call.folded()
+        if features.is_aligned:
+            q, k = Coordinates.of(features, call.layout, call.logit_scale, k, heads)(q, k)
+        k = k if call.log_scales is None else torch.cat([k, call.log_scales[..., None]], -1)
+        tokens = Tokens(q, k, v, call.keep(), call.segments)
         before, following = _sums_before(call), _sums_following(call)
         is_served = _is_served(features, call, tokens, before)
         form = _form_of(features, call, is_served, before is not None, form)

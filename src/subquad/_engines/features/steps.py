@@ -12,6 +12,7 @@ from torch import Tensor
 
 from subquad._calls.layout import Layout
 from subquad._calls.state import State
+from subquad._engines.features.alignment import Coordinates
 from subquad._engines.features.choose_form import is_fusable
 from subquad._engines.features.fused import numbers_of, turned
 from subquad._engines.features.kernel import feature_kernel
@@ -25,8 +26,10 @@ from subquad.native.loader import FOUND
 class FeatureSteps:
     """The steps that follow a state, on a copy of its sums; `prepared` makes them."""
 
-    def __init__(self, state: State, operands: Operands, packed: bytes, rows: tuple[Tensor, Tensor]) -> None:
-        self._state, self._count = state, 0
+    def __init__(
+        self, state: State, operands: Operands, packed: bytes, rows: tuple[Tensor, Tensor], into: "Coordinates | None"
+    ) -> None:
+        self._state, self._count, self._into = state, 0, into
         self._operands, self._poison, self._normalizer = operands, *rows  # They live as long as the call.
         self._call = FeatureCall.from_buffer_copy(packed)
         assert FOUND.library is not None  # or the kernels would not serve
@@ -44,7 +47,10 @@ class FeatureSteps:
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
         """Return (..., heads, 1, e) for the next token."""
         call = self._call
-        q, k, v = query.contiguous(), key.contiguous(), value.contiguous()
+        q, k = query, key
+        if self._into is not None:  # The kernel reads tokens of the dtype for which its call was made.
+            q, k = self._into(q.reshape(self._operands.q.shape), k.reshape(len(self._operands.k), 1, -1))
+        q, k, v = q.contiguous(), k.contiguous(), value.contiguous()
         output = query.new_empty((*query.shape[:-1], value.shape[-1]), dtype=self._poison.dtype)
         call.q.data, call.k.data, call.v.data, call.output = (x.data_ptr() for x in (q, k, v, output))
         self._count += 1
@@ -59,20 +65,23 @@ def prepared(state: State, scale: float | None, query: Tensor, key: Tensor, valu
     if state.sums is None or state.poison is None:
         return None
     method = feature_method(state.method)
-    if method.is_learned or method.key_shift is not None or not _fits(state, query, key, value):
+    if method.is_learned or not _fits(state, query, key, value):
         return None
     rows, group = prod(state.poison.shape), query.shape[-3] // max(1, state.poison.shape[-1])
     d, e = key.shape[-1], value.shape[-1]
-    layout = Layout((), rows, group, 1, 1, d, e, query.device)
+    layout = Layout(tuple(state.poison.shape[:-1]), state.poison.shape[-1], group, 1, 1, d, e, query.device)
     if not is_fusable(method, layout, query.dtype, is_causal=True, is_stateful=True):
         return None
     q, k, v = (x.contiguous() for x in (query, key, value))
     q, k, v = q.view(rows, group, 1, d), k.view(rows, 1, d), v.view(rows, 1, e)
     if is_transformed(q, k, v):
         return None
+    factor = 1 / sqrt(d) if scale is None else scale
+    into = Coordinates.of(method, layout, factor, k) if method.is_aligned else None
+    q, k = (q, k) if into is None else into(q, k)
     # The kernels keep features contiguous: sums become (..., e + 1, r), seen transposed.
     sums = state.sums.mT.clone(memory_format=torch.contiguous_format)
-    kernel, _, _ = feature_kernel(method, q, k, 1 / sqrt(d) if scale is None else scale)
+    kernel, _, _ = feature_kernel(method, q, k, factor)
     log_scale = None if state.log_scale is None else state.log_scale.clone(memory_format=torch.contiguous_format)
     poison = state.poison.clone(memory_format=torch.contiguous_format)
     row_poison, normalizer = sums.new_empty(2, rows, group).unbind()
@@ -81,7 +90,7 @@ def prepared(state: State, scale: float | None, query: Tensor, key: Tensor, valu
     results = Results(address(sums), address(poison), address(log_scale), 0, address(normalizer), address(row_poison))
     packed = packed_call("step", operands, numbers_of(method, kernel, True), results)
     own = replace(state, sums=sums.mT, poison=poison, log_scale=log_scale)
-    return FeatureSteps(own, operands, packed, (row_poison, normalizer))
+    return FeatureSteps(own, operands, packed, (row_poison, normalizer), into)
 
 
 def _fits(state: State, query: Tensor, key: Tensor, value: Tensor) -> bool:

@@ -24,7 +24,8 @@ struct SubquadTensor {  // strides in elements; keys and values have no groups
 };
 
 struct SubquadCall {
-  // LOGGED: the features are given; keys have a last column, the logarithm of their scale.
+  // LOGGED: the features are given. Keys of LOGGED have a last column, the logarithm of their scale; those of TAYLOR may
+  // have one, and then key_width is query_width + 1.
   // SEPARABLE: causal, with equal numbers of queries and keys, and without sums before or after; see separable.h.
   int64_t map;
   int64_t degree;   // of TAYLOR

@@ -9,6 +9,11 @@
 
 namespace subquad::SUBQUAD_ISA {
 
+// exp(scale - level); 0 if scale is -inf, the log-scale of no keys.
+template <class T> T raised(T scale, T level) { return scale == T(-INFINITY) ? T(0) : std::exp(scale - level); }
+
+template <class T> vec<T> not_above_zero(vec<T> x) { return x > 0 ? vec<T>{} : x; }
+
 template <class T> struct Head {
   const SubquadCall& call;
   const Size rows, value_row, token_row;  // the value width plus 1; padded lengths of a value and of a token
@@ -80,6 +85,15 @@ template <class T> struct Head {
     for (Size t = 0; t < count; ++t) {
       if (of_keys) before += of_keys[t];
       poison[t] = before + of_queries[t];
+    }
+  }
+
+  // The gradient of a key's log-scale c, which multiplies w v by exp(c): v.dv, over the value and the 1 behind it.
+  void log_scale_grads(const T* value_columns, const T* value_grads, Size c, T* to) const {
+    for (Size t = 0; t < c; t += lanes<T>) {
+      vec<T> total{};
+      for (Size e = 0; e < rows; ++e) total += load(value_columns + e * c + t) * load(value_grads + e * c + t);
+      store(to + t, total);
     }
   }
 
