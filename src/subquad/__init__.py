@@ -16,7 +16,7 @@ from subquad.methods.exact import Exact
 from subquad.methods.feature_map import FeatureMap
 from subquad.methods.linear import Linear
 from subquad.methods.multipole import Multipole
-from subquad.methods.random_features import RandomFeatures
+from subquad.methods.random_features import RandomFeatures, optimal_scale
 from subquad.methods.separable import Separable
 from subquad.methods.taylor import Taylor
 from subquad.methods.window import Window
@@ -40,8 +40,8 @@ __all__ = [
     "attention", "normalizer", "decompositions", "Decoder", "Exact", "Taylor", "RandomFeatures", "Linear", "Separable",
     "Window", "BlockSparse", "Multipole", "Auto", "FeatureMap", "State",
     # predict
-    "cost", "multihead_cost", "crossover", "error", "needed_degree", "needed_features", "logit_range", "measure_error",
-    "plan",
+    "cost", "multihead_cost", "crossover", "error", "needed_degree", "needed_features", "optimal_scale", "logit_range",
+    "measure_error", "plan",
     # modules
     "MultiheadAttention", "replace_attention", "sdpa",
     # result types

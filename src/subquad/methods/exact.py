@@ -23,6 +23,7 @@ class Exact(Method):
     family: ClassVar[str] = "exact"
 
     def error(
-        self, low: float, high: float, spread: float | None = None, squared_norm: float | None = None
-    ) -> ErrorEstimate:
+        self, low: float, high: float, spread: float | None = None, squared_norm: float | None = None,
+        width: int | None = None,
+    ) -> ErrorEstimate:  # fmt: skip
         return NO_ERROR

@@ -68,8 +68,9 @@ class Method(ABC):
         return None
 
     def error(
-        self, low: float, high: float, spread: float | None = None, squared_norm: float | None = None
-    ) -> ErrorEstimate:
+        self, low: float, high: float, spread: float | None = None, squared_norm: float | None = None,
+        width: int | None = None,
+    ) -> ErrorEstimate:  # fmt: skip
         """Return the relative error on logits in [low, high]; arguments as for `subquad.error`."""
         return UNKNOWN_ERROR
 
@@ -131,6 +132,14 @@ class FeatureMethod(Method):
     def is_weighted(self) -> bool:
         """Whether the table (r,) holds a weight for the product of each feature."""
         return False
+
+    def scale_at(self, width: int) -> float:
+        """Return the scale of random features at this width."""
+        return 0.0
+
+    def exponents(self, table: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return projections (rows, d) and constants (rows,), for features exp(projection.y + constant); None: all 0."""
+        return table, None
 
     @abstractmethod
     def traits(self, width: int) -> Traits:

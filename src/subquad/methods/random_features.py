@@ -1,20 +1,19 @@
 """RandomFeatures: an unbiased estimate of exp(q.k) from random projections w ~ N(0, I).
 
-    positive        exp(w.y - |y|^2/2)                        each weight positive
-    hyperbolic      the same for w and -w: half the draws     each weight positive, less variance
-    trigonometric   cos(w.y) and sin(w.y), times exp(|y|^2/2) best near zero, can be negative
+    positive        (1 - 4A)^(d/4) exp(A |w|^2 + sqrt(1 - 4A) w.y - |y|^2/2)    each weight positive
+    hyperbolic      the same for w and -w: half the draws                      each weight positive, less variance
+    trigonometric   cos(w.y) and sin(w.y), times exp(|y|^2/2)                  best near zero, can be negative
 
-    Var[estimate] / exp(2x) = (exp(|q+k|^2) - 1) / r          positive
-                              2 (cosh(|q+k|^2) - 1) / r       hyperbolic: r/2 pairs
-                              2 (cosh(|q-k|^2) - 1) / r       trigonometric: r/2 pairs
+The scale A < 1/8 does not change the mean. A = 0 is FAVOR+ (Rethinking Attention with Performers, 2021); a negative A
+bounds the features and reduces the variance (Chefs' Random Tables, 2022; FAVOR#, 2023). `feature_variance` has the
+variances, `projections` the couplings of the draws.
 
 Axes: n tokens, d width, r features; any axes may precede them.
 """
 
-import random
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from math import cosh, expm1, inf, log, sqrt
+from math import isfinite, log, log1p, sqrt
 from operator import index
 from typing import ClassVar, Literal
 
@@ -25,12 +24,16 @@ from subquad._torch_internals import exponential
 from subquad.methods.alignment import alignment_suffix, as_vectors
 from subquad.methods.checks import check_choice, check_whole
 from subquad.methods.error_estimate import ErrorEstimate
+from subquad.methods.feature_variance import MAX_SCALE, optimal_scale, prior_scale, relative_variance
 from subquad.methods.memory_limit import check_memory
 from subquad.methods.method import FeatureMethod, Traits, Vectors
-from subquad.methods.tables import constant
+from subquad.methods.projections import COUPLINGS, Coupling, drawn
+
+__all__ = ["CANDIDATE_COUNTS", "KINDS", "Kind", "RandomFeatures", "Scale", "optimal_scale"]
 
 Kind = Literal["positive", "hyperbolic", "trigonometric"]
 KINDS: tuple[Kind, ...] = ("positive", "hyperbolic", "trigonometric")
+Scale = float | Literal["auto"]
 CANDIDATE_COUNTS = [1 << power for power in range(4, 14)]
 
 
@@ -38,13 +41,18 @@ CANDIDATE_COUNTS = [1 << power for power in range(4, 14)]
 class RandomFeatures(FeatureMethod):
     """An unbiased estimate of softmax attention's weights, from random projections drawn once from `seed`.
 
-    The matrix follows from (seed, width, num_features); `redraw` returns the method with another one.
+    The matrix follows from (seed, coupling, width, num_features); `redraw` returns the method with another one.
 
     Args:
         num_features: The number of features, even unless kind is "positive".
         kind: "positive", "hyperbolic" (less variance at the same number) or "trigonometric" (weights can be negative).
-        orthogonal: Make the draws of each block of d orthogonal, with the lengths of independent ones.
+        coupling: How the draws of each block of d depend on each other: "orthogonal", "simplex" (less variance for
+            positive features) or "independent". The estimate is unbiased with each.
         seed: Of the draw.
+        scale: The parameter A < 1/8 of positive and hyperbolic features. 0 gives FAVOR+. A negative scale has less
+            variance if |q+k| is large: `optimal_scale` computes the best from the width and |q+k|^2. "auto" is that
+            scale for entries of unit variance, |q+k|^2 = 2 sqrt(d): a constant, so it tells queries nothing about later
+            keys. It is worse than 0 where |q+k|^2 is below about sqrt(d).
         key_shift: As for `Taylor`.
         balance: Positive factors of shape (width,) or (heads, width) that multiply all queries and divide all keys.
             Logits do not change; the variance depends on |q + k|, which does.
@@ -53,6 +61,8 @@ class RandomFeatures(FeatureMethod):
     Example:
         >>> RandomFeatures(256).size(64), RandomFeatures(256).draw(64).shape
         (256, torch.Size([256, 64]))
+        >>> RandomFeatures(256, "hyperbolic", scale=optimal_scale(64, squared_norm=4.0)).label
+        "RandomFeatures(256, 'hyperbolic', scale=-0.0284)"
     """
 
     name = "random"
@@ -62,14 +72,16 @@ class RandomFeatures(FeatureMethod):
 
     num_features: int = 256
     kind: Kind = "positive"
-    orthogonal: bool = True
+    coupling: Coupling = "orthogonal"
     seed: int = 0
+    scale: Scale = 0.0
     key_shift: Vectors | None = None
     balance: Vectors | None = None
     matrix: Tensor | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         check_choice("kind", self.kind, KINDS)
+        check_choice("coupling", self.coupling, COUPLINGS)
         check_whole("num_features", self.num_features, 1)
         if self.kind != "positive" and self.num_features % 2:
             raise ValueError(
@@ -77,8 +89,20 @@ class RandomFeatures(FeatureMethod):
             )
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise ValueError(f"seed: expected an integer, got {self.seed!r}")
+        self._check_scale()
         object.__setattr__(self, "key_shift", as_vectors("key_shift", self.key_shift))
         object.__setattr__(self, "balance", as_vectors("balance", self.balance, positive=True))
+
+    def _check_scale(self) -> None:
+        scale = self.scale
+        if scale != "auto" and (
+            isinstance(scale, bool) or not isinstance(scale, int | float) or not isfinite(scale) or scale >= MAX_SCALE
+        ):
+            raise ValueError(f'scale: expected a number below {MAX_SCALE:g} or "auto", got {scale!r}')
+        if self.kind == "trigonometric" and scale != 0:
+            raise ValueError(f"scale: trigonometric features have none; expected 0, got {scale!r}")
+        if scale != "auto":
+            object.__setattr__(self, "scale", float(scale))
 
     @property
     def positive(self) -> bool:  # type: ignore[override]
@@ -86,7 +110,9 @@ class RandomFeatures(FeatureMethod):
 
     @property
     def label(self) -> str:
-        return f"RandomFeatures({self.num_features}, {self.kind!r}){alignment_suffix(self)}"
+        scale = self.scale if self.scale == "auto" else f"{self.scale:.3g}"
+        suffix = f", scale={scale}" if self.scale else ""
+        return f"RandomFeatures({self.num_features}, {self.kind!r}{suffix}){alignment_suffix(self)}"
 
     @property
     def native_map(self) -> str | None:
@@ -103,20 +129,32 @@ class RandomFeatures(FeatureMethod):
     def draw(self, width: int) -> Tensor:
         """Return the projections (rows, width), float64 on the CPU."""
         check_memory(self, width, width)
-        return _draw(self.rows, width, self.orthogonal, self.seed, torch.float64, torch.device("cpu")).clone()
+        return drawn(self.rows, width, self.coupling, self.seed, torch.float64, torch.device("cpu")).clone()
 
     def redraw(self, seed: int) -> "RandomFeatures":
         """Return the same method with other projections."""
         return replace(self, seed=seed, matrix=None)
 
     def table(self, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return the projections (rows, width)."""
+        """Return the projections (rows, width), as drawn; `exponents` applies the scale to them."""
         if self.matrix is None:
             # The numbers of a method that is a local variable are symbols to torch.compile(dynamic=True).
-            return _draw(index(self.rows), width, bool(self.orthogonal), index(self.seed), dtype, device)
+            return drawn(index(self.rows), width, self.coupling, index(self.seed), dtype, device)
         if self.matrix.shape != (self.rows, width):
             raise ValueError(f"matrix: expected shape {(self.rows, width)}, got {tuple(self.matrix.shape)}")
         return self.matrix.detach().to(device, dtype)
+
+    def scale_at(self, width: int) -> float:
+        """Return the scale A at this width."""
+        return prior_scale(width) if self.scale == "auto" else self.scale
+
+    def exponents(self, table: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return (..., rows, d) and (..., rows): sqrt(1 - 4A) w, and A |w|^2 + d/4 ln(1 - 4A), None if A = 0."""
+        scale = self.scale_at(table.shape[-1])
+        if not scale:
+            return table, None
+        constants = scale * table.square().sum(-1) + table.shape[-1] / 4 * log1p(-4 * scale)
+        return sqrt(1 - 4 * scale) * table, constants
 
     def __call__(self, x: Tensor, *, is_query: bool = False) -> tuple[Tensor, Tensor]:
         """Map (..., n, d) to features (..., n, r) and their log-scales (..., n)."""
@@ -124,13 +162,17 @@ class RandomFeatures(FeatureMethod):
 
     def features(self, x: Tensor, table: Tensor | None) -> tuple[Tensor, Tensor]:
         assert table is not None
-        projected = x @ table.mT  # (..., n, rows)
+        directions, constants = self.exponents(table)
+        projected = x @ directions.mT  # (..., n, rows)
         half_norm = x.square().sum(-1) / 2
         if self.kind == "trigonometric":
             return torch.cat([projected.cos(), projected.sin()], -1), half_norm - log(self.rows) / 2
         # The log-scale of a token is a constant to the derivative; the whole derivative flows through the features.
         if self.kind == "hyperbolic":
             projected = torch.cat([projected, -projected], -1)
+            constants = None if constants is None else torch.cat([constants, constants], -1)
+        if constants is not None:
+            projected = projected + constants[..., None, :]
         largest = projected.detach().amax(-1)
         features = exponential(projected - (largest + (half_norm - half_norm.detach()))[..., None])
         return features, largest - half_norm.detach() - log(self.num_features) / 2
@@ -142,41 +184,25 @@ class RandomFeatures(FeatureMethod):
             r, self.rows * width, log_scales=1, making=2 * r + half, result=r, kept=r + half, gradient=2 * r + 2 * half
         )
 
+    def relative_variance(self, squared_norm: float, width: int | None = None) -> float:
+        """Return `num_features` times the relative variance of the estimate for pairs of this norm.
+
+        Exact for independent draws; couplings reduce it, so for these it is an upper figure.
+        """
+        if width is None and self.matrix is not None:
+            width = self.matrix.shape[-1]
+        if width is None and self.scale:
+            raise ValueError(f"head_dim: the error of {self.label} depends on the width; expected an integer, got None")
+        width = 0 if width is None else width
+        return relative_variance(squared_norm, self.kind, self.scale_at(width), width)
+
     def error(
-        self, low: float, high: float, spread: float | None = None, squared_norm: float | None = None
-    ) -> ErrorEstimate:
+        self, low: float, high: float, spread: float | None = None, squared_norm: float | None = None,
+        width: int | None = None,
+    ) -> ErrorEstimate:  # fmt: skip
         square = 2 * max(abs(low), abs(high)) if squared_norm is None else squared_norm
-        return ErrorEstimate(sqrt(relative_variance(square, self.kind) / self.num_features), "prediction")
+        return ErrorEstimate(sqrt(self.relative_variance(square, width) / self.num_features), "prediction")
 
     @classmethod
     def candidates(cls, width: int) -> Iterable["RandomFeatures"]:
         return [cls(count, kind) for kind in ("positive", "hyperbolic") for count in CANDIDATE_COUNTS]
-
-
-def relative_variance(squared_norm: float, kind: str) -> float:
-    """Return r times the relative variance of an estimate of the weight by r independent features."""
-    if not squared_norm >= 0:
-        raise ValueError(f"squared_norm: expected a number >= 0, got {squared_norm!r}")
-    if squared_norm > 700:
-        return inf
-    return expm1(squared_norm) if kind == "positive" else 2 * (cosh(squared_norm) - 1)
-
-
-@constant
-def _draw(rows: int, width: int, orthogonal: bool, seed: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return (rows, width). Drawn by Python's generator: torch's may not be called inside `torch.func.vmap`."""
-    generator = random.Random(seed)
-
-    def normal(count: int) -> Tensor:
-        values = [generator.gauss(0.0, 1.0) for _ in range(count * width)]
-        return torch.tensor(values, dtype=torch.float64).reshape(count, width)
-
-    if not orthogonal or width == 0:
-        return normal(rows).to(device, dtype)
-    blocks = []
-    for start in range(0, rows, width):
-        basis, triangle = torch.linalg.qr(normal(width))
-        # Householder's basis is uniform only after dividing by the signs of the triangle's diagonal.
-        directions = (basis * triangle.diagonal().sign()).mT[: rows - start]
-        blocks.append(directions * normal(len(directions)).norm(dim=-1, keepdim=True))
-    return torch.cat(blocks).to(device, dtype)

@@ -158,8 +158,9 @@ class Taylor(FeatureMethod):
         )  # fmt: skip
 
     def error(
-        self, low: float, high: float, spread: float | None = None, squared_norm: float | None = None
-    ) -> ErrorEstimate:
+        self, low: float, high: float, spread: float | None = None, squared_norm: float | None = None,
+        width: int | None = None,
+    ) -> ErrorEstimate:  # fmt: skip
         if self.basis == "diagonal":
             return UNKNOWN_ERROR
         if spread is not None and (not isinstance(spread, int | float) or not spread >= 0):

@@ -70,8 +70,9 @@ class Window(SparseMethod):
         return MAX_WINDOW if self.size is None else self.size
 
     def error(
-        self, low: float, high: float, spread: float | None = None, squared_norm: float | None = None
-    ) -> ErrorEstimate:
+        self, low: float, high: float, spread: float | None = None, squared_norm: float | None = None,
+        width: int | None = None,
+    ) -> ErrorEstimate:  # fmt: skip
         """Return 0 if this is exact attention, with all keys and no option that changes their weights."""
         is_exact = self.size is None and self.softcap is None and self.sink_logits is None
         return NO_ERROR if is_exact else UNKNOWN_ERROR

@@ -20,7 +20,6 @@ from subquad._engines import engine_of
 from subquad._engines.features.alignment import aligned
 from subquad.methods import RandomFeatures, Taylor, label_of
 from subquad.methods.error_estimate import UNKNOWN_ERROR, ErrorEstimate
-from subquad.methods.random_features import relative_variance
 from subquad.planning.asking_cost import method_rows_flops
 from subquad.planning.measured_error import SAMPLE_MARGIN
 from subquad.planning.rows import Picked, method_rows, risks
@@ -70,7 +69,7 @@ class Asker:
 
     def _measured(self, method: Any) -> ErrorEstimate:
         if isinstance(method, RandomFeatures):
-            predicted = sqrt(relative_variance(self._squared_norm(method), method.kind) / method.num_features)
+            predicted = sqrt(method.relative_variance(self._squared_norm(method), self.shape.head_dim) / method.num_features)
             if predicted > MAX_PREDICTED * self.max_error:
                 return ErrorEstimate(predicted, "prediction")
         few, exact = self._first_rows()

@@ -1,7 +1,8 @@
 """The methods that a plan considers, and their errors: predicted from the logit range, or measured on a sample.
 
 Each method says itself which of its values are worth considering (`Method.candidates`). Without a sample the number of
-random features that just meets the budget is added; with one, methods that center the keys. Multipole and Window are
+random features that just meets the budget is added, with the best scale for the range; with one, methods that center
+the keys. Multipole and Window are
 added where the native kernels compute them: a sample tells their errors, a range of logits does not.
 """
 
@@ -13,7 +14,7 @@ from typing import Any
 from subquad._calls.call import Call
 from subquad.methods import BUILT_IN, Exact, Linear, Multipole, RandomFeatures, Separable, Taylor, Window
 from subquad.methods.error_estimate import NO_ERROR, UNKNOWN_ERROR, ErrorEstimate, LogitRange, as_range
-from subquad.methods.random_features import CANDIDATE_COUNTS
+from subquad.methods.random_features import CANDIDATE_COUNTS, optimal_scale
 from subquad.planning.error import error, needed_features
 from subquad.planning.shape import Shape
 from subquad.planning.sparse_pairs import has_places
@@ -31,10 +32,14 @@ def predicted_errors(
     if logit_range is not None:
         reach = 2 * max(map(abs, as_range(logit_range)))
         for kind in ("positive", "hyperbolic"):
-            needed = needed_features(max_error, reach, kind)
+            scale = optimal_scale(width, reach)
+            needed = needed_features(max_error, reach, kind, scale=scale, head_dim=width)
             if needed <= CANDIDATE_COUNTS[-1]:
-                methods.append(RandomFeatures(16 * ceil(needed / 16), kind))
-    found = {m: UNKNOWN_ERROR if logit_range is None else error(m, logit_range=logit_range) for m in methods}
+                methods.append(RandomFeatures(16 * ceil(needed / 16), kind, scale=scale))
+    if logit_range is None:
+        found = dict.fromkeys(methods, UNKNOWN_ERROR)
+    else:
+        found = {method: error(method, logit_range=logit_range, head_dim=width) for method in methods}
     return {Exact(): NO_ERROR, **found, **dict.fromkeys(offered, UNKNOWN_ERROR)}
 
 

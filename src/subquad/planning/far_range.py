@@ -37,7 +37,7 @@ def warn_far_range(method: Any, call: Call, stacklevel: int) -> None:
     if is_recorded() or in_transform() or not has_numbers(call.query):
         return
     size = typical_logit(method, call)
-    found = method.error(-size, size).relative if isfinite(size) else None
+    found = method.error(-size, size, width=call.layout.width).relative if isfinite(size) else None
     if found is not None and found > 1:
         _calls[place] = inf
         warnings.warn(

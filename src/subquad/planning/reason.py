@@ -9,6 +9,7 @@ import torch
 
 from subquad._engines import engine_of
 from subquad.methods.error_estimate import LogitRange, as_range
+from subquad.methods.random_features import optimal_scale
 from subquad.planning.crossover import find_crossover
 from subquad.planning.error import MAX_DEGREE, needed_degree, needed_features
 from subquad.planning.measured_error import SAMPLE_MARGIN
@@ -148,7 +149,8 @@ def _needs(situation: Situation, logit_range: LogitRange) -> str:
     """Say what a feature map would need to stay within the budget."""
     max_error, width = situation.max_error, situation.shape.head_dim
     degree, reach = needed_degree(max_error, logit_range), max(map(abs, as_range(logit_range)))
-    random, power = needed_features(max_error, 2 * reach), int(min(degree, MAX_DEGREE))
+    scale, power = optimal_scale(width, 2 * reach), int(min(degree, MAX_DEGREE))
+    random = needed_features(max_error, 2 * reach, "hyperbolic", scale=scale, head_dim=width)
     series = f"of a degree above {MAX_DEGREE}"
     if degree < inf:
         series = f"of degree {degree}, {many(comb(width + power, power))} features at width {width}"

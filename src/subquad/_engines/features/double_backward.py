@@ -39,9 +39,9 @@ def method_of(numbers: Numbers, table: Tensor | None) -> Any:
     if name == "taylor":
         return Taylor(numbers.degree)
     if name == "positive":
-        return RandomFeatures(numbers.features, "positive", matrix=table)
+        return RandomFeatures(numbers.features, "positive", scale=numbers.feature_scale, matrix=table)
     if name == "hyperbolic":
-        return RandomFeatures(numbers.features, "hyperbolic", matrix=table)
+        return RandomFeatures(numbers.features, "hyperbolic", scale=numbers.feature_scale, matrix=table)
     if name == "separable":
         return Separable()
     if name == "elu":

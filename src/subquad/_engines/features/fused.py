@@ -75,15 +75,20 @@ def numbers_of(method: FeatureMethod, kernel: FeatureKernel, is_causal: bool, ch
     """Return a call's numbers; a user's features come with their log-scale in the last column of the keys."""
     name = "logged" if method.is_learned and kernel.has_log_scale else method.native_map
     assert name is not None
-    return Numbers(MAPS[name], method.degree, kernel.size, *kernel.root_scale, is_causal, kernel.is_normalized, chunk)
+    feature_scale = 0.0 if kernel.table is None else method.scale_at(kernel.table.shape[-1])
+    return Numbers(MAPS[name], method.degree, kernel.size, *kernel.root_scale, is_causal, kernel.is_normalized, chunk,
+                   feature_scale)  # fmt: skip
 
 
 def turned(method: FeatureMethod, table: Tensor | None) -> Tensor | None:
-    """Return (d, rows) of the projections (rows, d), each row padded to whole vectors; None for other maps."""
+    """Return (d + 1, rows): the projections, and their constants; rows padded to whole vectors. None for other maps."""
     if table is None or method.is_weighted:
         return None
-    rows = table.size(0)
-    return F.pad(table.mT, (0, padded(rows) - rows)).contiguous()
+    directions, constants = method.exponents(table)
+    padding = padded(table.size(0)) - table.size(0)
+    if constants is None:
+        return F.pad(directions.mT, (0, padding, 0, 1)).contiguous()
+    return F.pad(torch.cat([directions.mT, constants[None]]), (0, padding)).contiguous()
 
 
 def _forward(operands: Operands, numbers: Numbers) -> tuple[Tensor, Tensor, Tensor | None]:

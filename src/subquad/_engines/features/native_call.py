@@ -24,7 +24,7 @@ class Operands(NamedTuple):
     v: Tensor
     keep: Tensor | None = None  # (b, m), True = may be seen
     table: Tensor | None = None
-    turned: Tensor | None = None  # projections (d, rows), each row padded to whole vectors
+    turned: Tensor | None = None  # projections (d + 1, rows), the constants last; each row padded to whole vectors
     before: Tensor | None = None  # (b, e + 1, r)
     before_poison: Tensor | None = None  # (b,)
     before_scale: Tensor | None = None  # (b, 1)
@@ -45,6 +45,7 @@ class Numbers(NamedTuple):
     is_causal: bool
     is_normalized: bool
     chunk: int = 0  # the largest number of tokens in a chunk; 0: the best
+    feature_scale: float = 0.0  # of random features; the kernels read its effect from `turned`
 
 
 class Results(NamedTuple):

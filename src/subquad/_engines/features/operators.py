@@ -20,7 +20,7 @@ from subquad.native.calls import MAPS, address, strided
 ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? keep, Tensor? table, Tensor? turned, Tensor? before, Tensor? before_poison, "
     "Tensor? before_scale, int map, int degree, int features, float query_scale, float key_scale, bool is_causal, "
-    "bool is_normalized, int chunk"
+    "bool is_normalized, int chunk, float feature_scale"
 )
 OPERANDS = len(Operands._fields)
 LOG_SCALED = {MAPS[name] for name in ("positive", "hyperbolic", "logged")}  # maps whose features have a log-scale

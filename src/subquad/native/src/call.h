@@ -40,8 +40,10 @@ struct SubquadCall {
   double query_scale, key_scale;
   SubquadTensor q, k, v;
   const uint8_t* keep;  // (b, m), or null: no key is hidden
-  const void* table;    // TAYLOR: the weights (r,); POSITIVE, HYPERBOLIC: the projections (rows, d); wide
-  const void* turned;   // the projections transposed, (d, rows), with rows padded to a multiple of SUBQUAD_PADDING
+  const void* table;    // TAYLOR: the weights (r,); wide
+  // POSITIVE, HYPERBOLIC: the projections transposed, (d, rows), and below them the constants (rows,) that are added to
+  // the exponents; rows padded to a multiple of SUBQUAD_PADDING with zeros; wide
+  const void* turned;
   // The sums over the keys before these, and over all keys: (b, e + 1, r), (b,), (b,); each may be null. Wide.
   const void *before, *before_poison, *before_scale;
   void *after, *after_poison, *after_scale;

@@ -12,8 +12,8 @@
 // exponents, is applied by the reader.
 //
 // The other maps have few features. They are kept for the whole chunk, and pairs are their dot products. POSITIVE and
-// HYPERBOLIC: exp(w.y - top), where top is the token's largest exponent; a key's log-scale is
-// top - |y|^2/2 - log(r)/2.
+// HYPERBOLIC: exp(w.y + c - top), where c is the feature's constant and top the token's largest exponent; a key's
+// log-scale is top - |y|^2/2 - log(r)/2.
 #pragma once
 
 #include <algorithm>
@@ -169,30 +169,28 @@ template <class T> class Source {
     }
   }
 
-  static T highest(const T* y, Size count, bool both) {
-    vec<T> tops = all(both ? T(0) : T(-INFINITY));
+  static T highest(const T* y, Size count) {
+    vec<T> tops = all(T(-INFINITY));
     Size f = 0;
-    for (; f + lanes<T> <= count; f += lanes<T>) {
-      const vec<T> some = load(y + f);
-      tops = larger<T>(tops, some);
-      if (both) tops = larger<T>(tops, -some);
-    }
+    for (; f + lanes<T> <= count; f += lanes<T>) tops = larger<T>(tops, load(y + f));
     T top = largest<T>(tops);
-    for (; f < count; ++f) top = std::max(top, both ? std::abs(y[f]) : y[f]);
+    for (; f < count; ++f) top = std::max(top, y[f]);
     return top;
   }
 
   void project(const T* rows, Size given, Size count) {
     const bool both = s.call.map == HYPERBOLIC;
     const Size drawn = both ? s.features / 2 : s.features, turned_row = given_row(drawn);
-    set_product<T>(s.chunk, padded<T>(drawn), s.width, {rows, given, 1}, static_cast<const T*>(s.call.turned),
-                   turned_row, kept, row);
+    const T *turned = static_cast<const T*>(s.call.turned), *constants = turned + s.width * turned_row;
+    set_product<T>(s.chunk, padded<T>(drawn), s.width, {rows, given, 1}, turned, turned_row, kept, row);
     for (Size t = 0; t < s.chunk; ++t) {
       T *y = kept + t * row, norm = 0;
-      T top = highest(y, drawn, both);
-      for (Size i = 0; i < s.width; ++i) norm += rows[t * given + i] * rows[t * given + i];
       if (both)
-        for (Size f = 0; f < drawn; ++f) y[drawn + f] = -y[f];
+        for (Size f = 0; f < drawn; ++f) y[drawn + f] = constants[f] - y[f];
+      // The last vector may reach into the other half, where the padding adds zeros.
+      for (Size f = 0; f < drawn; f += lanes<T>) store(y + f, load(y + f) + load(constants + f));
+      const T top = highest(y, s.features);
+      for (Size i = 0; i < s.width; ++i) norm += rows[t * given + i] * rows[t * given + i];
       for (Size f = 0; f < s.features; f += lanes<T>) store(y + f, exp(load(y + f) - top));
       log_scale[t] = t < count ? top - norm / 2 - log_count<T>(s) : T(-INFINITY);
     }
@@ -324,14 +322,14 @@ template <class T> class Reader {
   void project(Size count) {
     const bool both = s.call.map == HYPERBOLIC;
     const Size drawn = both ? s.features / 2 : s.features, turned_row = given_row(drawn);
-    set_product<T>(drawn, s.chunk, s.width, {static_cast<const T*>(s.call.turned), 1, turned_row}, tokens, s.chunk,
-                   kept, s.chunk);
+    const T *turned = static_cast<const T*>(s.call.turned), *constants = turned + s.width * turned_row;
+    set_product<T>(drawn, s.chunk, s.width, {turned, 1, turned_row}, tokens, s.chunk, kept, s.chunk);
     for (Size t = 0; t < s.chunk; t += lanes<T>) {
-      vec<T> top = both ? vec<T>{} : load(kept + t), norm{};
+      vec<T> top = all(T(-INFINITY)), norm{};
       for (Size f = 0; f < drawn; ++f) {
         const vec<T> y = load(kept + f * s.chunk + t);
-        top = larger<T>(top, y);
-        if (both) top = larger<T>(top, -y);
+        top = larger<T>(top, constants[f] + y);
+        if (both) top = larger<T>(top, constants[f] - y);
       }
       for (Size i = 0; i < s.width; ++i) {
         const vec<T> x = load(tokens + i * s.chunk + t);
@@ -339,15 +337,15 @@ template <class T> class Reader {
       }
       for (Size f = 0; f < drawn; ++f) {
         const vec<T> y = load(kept + f * s.chunk + t);
-        store(kept + f * s.chunk + t, exp(y - top));
-        if (both) store(kept + (drawn + f) * s.chunk + t, exp(-y - top));
+        store(kept + f * s.chunk + t, exp(constants[f] + y - top));
+        if (both) store(kept + (drawn + f) * s.chunk + t, exp(constants[f] - y - top));
       }
       store(log_scale + t, top - norm / T(2) - log_count<T>(s));
     }
     std::fill(log_scale + count, log_scale + s.chunk, T(-INFINITY));
   }
 
-  // phi = exp(w.y - |y|^2/2) times a constant: dy = W' dp - y sum(dp),  dp = dphi phi
+  // phi = exp(w.y + c - |y|^2/2) times a constant: dy = W' dp - y sum(dp),  dp = dphi phi
   T* project_back() {
     const bool both = s.call.map == HYPERBOLIC;
     const Size drawn = both ? s.features / 2 : s.features;
@@ -365,8 +363,8 @@ template <class T> class Reader {
       }
       for (Size i = 0; i < s.width; ++i) store(found + i * s.chunk + t, -total * load(tokens + i * s.chunk + t));
     }
-    add_product<T>(s.width, s.chunk, drawn, {static_cast<const T*>(s.call.table), 1, s.width}, back, s.chunk, found,
-                   s.chunk);
+    add_product<T>(s.width, s.chunk, drawn, {static_cast<const T*>(s.call.turned), given_row(drawn), 1}, back, s.chunk,
+                   found, s.chunk);
     return found;
   }
 };
