@@ -42,7 +42,7 @@ METHODS = {
     "positive": RandomFeatures(7),
     "hyperbolic": RandomFeatures(6, kind="hyperbolic", key_shift=torch.tensor([0.5, -0.25, 0.1, 0.3])),
     "balanced": RandomFeatures(7, key_shift=[0.5, -0.25, 0.1, 0.3], balance=[2.0, 0.5, 1.0, 1.5]),
-    "trigonometric": RandomFeatures(6, kind="trigonometric", orthogonal=False),
+    "trigonometric": RandomFeatures(6, kind="trigonometric", coupling="independent"),
     "identity": Linear("identity"),
     "elu": Linear("elu"),
     "relu": Linear("relu"),

@@ -29,6 +29,7 @@ from subquad.planning.cost import cost, multihead_cost
 from subquad.planning.cost_result import Cost
 from subquad.planning.crossover import crossover
 from subquad.planning.error import error, needed_degree, needed_features
+from subquad.planning.fit import Fit, fit
 from subquad.planning.measured_error import logit_range, measure_error
 from subquad.planning.plan import plan
 from subquad.planning.plan_result import Candidate, Plan
@@ -41,9 +42,9 @@ __all__ = [
     "Window", "BlockSparse", "Multipole", "Auto", "FeatureMap", "State",
     # predict
     "cost", "multihead_cost", "crossover", "error", "needed_degree", "needed_features", "optimal_scale", "logit_range",
-    "measure_error", "plan",
+    "measure_error", "fit", "plan",
     # modules
     "MultiheadAttention", "replace_attention", "sdpa",
     # result types
-    "Candidate", "Choice", "Cost", "ErrorEstimate", "Plan", "Replacement", "Replacements", "RoutedCalls", "Routing",
+    "Candidate", "Choice", "Cost", "ErrorEstimate", "Fit", "Plan", "Replacement", "Replacements", "RoutedCalls", "Routing",
 ]  # fmt: skip

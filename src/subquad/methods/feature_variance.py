@@ -69,4 +69,3 @@ def relative_variance(squared_norm: float, kind: str, scale: float = 0.0, width:
     if exponent > MAX_EXPONENT:
         return inf
     return expm1(exponent) if kind == "positive" else expm1(exponent) + expm1(growth - squared_norm)
-
