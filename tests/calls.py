@@ -39,6 +39,8 @@ METHODS = {
     "odd taylor": Taylor(3),
     "positive": RandomFeatures(16),
     "hyperbolic": RandomFeatures(16, "hyperbolic"),
+    "scaled": RandomFeatures(15, coupling="simplex", scale=-0.12),
+    "scaled hyperbolic": RandomFeatures(18, "hyperbolic", scale="auto"),
     "trigonometric": RandomFeatures(16, "trigonometric"),
     "identity": Linear("identity"),
     "elu": Linear("elu"),

@@ -40,7 +40,8 @@ METHODS = {
     "diagonal": Taylor(2, basis="diagonal"),
     "diagonal queries": Taylor(2, basis="diagonal", query_shift=[0.2, 0.4, -0.3, 0.1]),
     "positive": RandomFeatures(7),
-    "hyperbolic": RandomFeatures(6, kind="hyperbolic", key_shift=torch.tensor([0.5, -0.25, 0.1, 0.3])),
+    "scaled": RandomFeatures(7, coupling="simplex", scale=-0.15),
+    "hyperbolic": RandomFeatures(6, scale=-0.1, kind="hyperbolic", key_shift=torch.tensor([0.5, -0.25, 0.1, 0.3])),
     "balanced": RandomFeatures(7, key_shift=[0.5, -0.25, 0.1, 0.3], balance=[2.0, 0.5, 1.0, 1.5]),
     "trigonometric": RandomFeatures(6, kind="trigonometric", coupling="independent"),
     "identity": Linear("identity"),
@@ -102,12 +103,14 @@ def weights(method: object, q: Tensor, k: Tensor, scale: float, seen: Tensor) ->
         return act[method.activation](q * root) @ act[method.activation](k * root).mT
     if isinstance(method, RandomFeatures):
         projections = method.draw(q.shape[-1])
-        a, c = q * root @ projections.mT, k * root @ projections.mT
+        stretch = math.sqrt(1 - 4 * method.scale)
+        a, c = q * root @ projections.mT * stretch, k * root @ projections.mT * stretch
         if method.kind == "trigonometric":
             phase = (a[..., :, None, :] - c[..., None, :, :]).cos().mean(-1)
             return phase * ((q.square().sum(-1)[..., None] + k.square().sum(-1)[..., None, :]) * scale / 2).exp()
         total = a[..., :, None, :] + c[..., None, :, :]
-        mean = total.exp().mean(-1) if method.kind == "positive" else total.cosh().mean(-1)
+        weight = (2 * method.scale * projections.square().sum(-1)).exp() * stretch ** projections.shape[-1]
+        mean = ((total.exp() if method.kind == "positive" else total.cosh()) * weight).mean(-1)
         return mean * (-(q.square().sum(-1)[..., None] + k.square().sum(-1)[..., None, :]) * scale / 2).exp()
     (a, _), (c, log_scale) = method(q * root, is_query=True), method(k * root, is_query=False)
     return a @ c.mT * log_scale.exp()[..., None, :]

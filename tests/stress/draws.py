@@ -82,7 +82,9 @@ def draw_method(rng: random.Random, family: str, heads: int, n: int, m: int, d: 
         case "random":
             kind = pick(("positive", "hyperbolic", "trigonometric"))
             features = pick((2, 6, 16, 34)) - (kind == "positive" and pick((0, 1)))
-            return RandomFeatures(features, kind, pick((True, False)), rng.randrange(5), key_shift=shift)
+            scale = 0.0 if kind == "trigonometric" else pick((0.0, 0.0, -0.1, 0.05, "auto"))
+            coupling = pick(("orthogonal", "simplex", "independent"))
+            return RandomFeatures(features, kind, coupling, rng.randrange(5), scale, key_shift=shift)
         case "linear":
             return Linear(pick(("elu", "relu", "identity")))
         case "separable":

@@ -141,33 +141,33 @@ def _series(method: Taylor, q: Tensor, k: Tensor, scale: float) -> Weights:
 
 
 def _random(method: RandomFeatures, q: Tensor, k: Tensor, seen: Tensor) -> Weights:
-    projections = method.draw(q.shape[-1])
+    scale = method.scale_at(q.shape[-1])
+    projections = method.draw(q.shape[-1]) * math.sqrt(1 - 4 * scale)
+    constants = projections.square().sum(-1) * scale / (1 - 4 * scale)  # (r,); the common factor cancels
     a, c = q @ projections.mT, k @ projections.mT  # (b, h, n, r), (b, h, m, r)
     norm_q, norm_k = (x.square().sum(-1) / 2 for x in (q, k))
     with torch.no_grad():
-        reach_q, reach_k = ((x.abs() @ projections.abs().mT).amax(-1) for x in (q, k))
+        reach_q, reach_k = ((x.abs() @ projections.abs().mT + constants.abs()).amax(-1) for x in (q, k))
         spread = 1 + (reach_q + norm_q)[..., None] + (reach_k + norm_k)[..., None, :]
     if method.kind == "trigonometric":
         highest = _highest(norm_k[..., None, :].expand(seen.shape), seen)
         size = _exp(norm_k[..., None, :] - highest)
         w = (a[..., :, None, :] - c[..., None, :, :]).cos().mean(-1) * size
         return Weights(w, size * spread, torch.zeros(w.shape[:-1], dtype=torch.bool))
-    exponents = a[..., :, None, :] + c[..., None, :, :]  # (b, h, n, m, r)
     if method.kind == "hyperbolic":
-        exponents = torch.cat([exponents, -exponents], -1)
-    exponents = exponents - norm_k[..., None, :, None]
+        a, c, constants = torch.cat([a, -a], -1), torch.cat([c, -c], -1), torch.cat([constants, constants])
+    a, c = a + constants, c + constants - norm_k[..., None]
+    exponents = a[..., :, None, :] + c[..., None, :, :]  # (b, h, n, m, r)
     highest = _highest(exponents.detach().amax(-1), seen)
     w = _exp(exponents - highest[..., None]).sum(-1)
-    return Weights(w, w.detach() * spread, _faint(method, a, c - norm_k[..., None], highest, seen))
+    return Weights(w, w.detach() * spread, _faint(a, c, highest, seen))
 
 
-def _faint(method: RandomFeatures, a: Tensor, c: Tensor, highest: Tensor, seen: Tensor) -> Tensor:
+def _faint(a: Tensor, c: Tensor, highest: Tensor, seen: Tensor) -> Tensor:
     """Return (b, h, n): rows whose largest feature meets no large feature of a key, so that products underflow."""
     if not c.shape[-2]:
         return torch.zeros(a.shape[:-1], dtype=torch.bool)
-    a, c = a.detach(), c.detach()
-    own = a.abs().amax(-1) if method.kind == "hyperbolic" else a.amax(-1)
-    best = c.abs().amax(-1) if method.kind == "hyperbolic" else c.amax(-1)
+    own, best = a.detach().amax(-1), c.detach().amax(-1)
     return highest[..., 0] - own - _highest(best[..., None, :].expand(seen.shape), seen)[..., 0] < FAINT_EXPONENT
 
 

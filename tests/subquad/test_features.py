@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.kernel_approximation import RBFSampler
 
-from subquad import Linear, RandomFeatures, Taylor
-from subquad.methods.random_features import _draw
+from subquad import Linear, RandomFeatures, Taylor, optimal_scale
+from subquad.methods.projections import drawn as drawn_once
 from subquad.methods.taylor import _symmetric_weights
 
 
@@ -54,32 +54,12 @@ def test_diagonal_basis_drops_the_cross_terms() -> None:
     assert (Taylor(2)(q) @ Taylor(2)(k).mT).item() == pytest.approx(1 + 6 + 36 / 2)
 
 
-@pytest.mark.parametrize("kind", ["positive", "hyperbolic", "trigonometric"])
-@pytest.mark.parametrize("orthogonal", [False, True])
-def test_random_features_are_unbiased_with_the_right_spread(kind, orthogonal) -> None:
-    generator = torch.Generator().manual_seed(1)
-    q, k = (torch.randn(2, 4, generator=generator, dtype=torch.float64) * 0.5).unbind()
-    draws = 2000
-    found = []
-    for seed in range(draws):
-        method = RandomFeatures(10, kind=kind, orthogonal=orthogonal, seed=seed)
-        (a, c), (b, d) = method(q[None], is_query=True), method(k[None])
-        found.append(((a @ b.mT).squeeze() * (c + d).exp().squeeze()).item())
-    exact = torch.exp(q @ k).item()
-    mean, error = np.mean(found), np.std(found) / math.sqrt(draws)
-    assert abs(mean - exact) <= 3 * error
-    if not orthogonal and kind == "positive":
-        # The variance of one draw is exp(2 q.k) (exp(|q+k|^2) - 1); ten of them have a tenth of it.
-        predicted = math.exp(2 * (q @ k)) * (math.exp((q + k).square().sum()) - 1) / 10
-        assert np.var(found) == pytest.approx(predicted, rel=0.25)
-
-
 def test_trigonometric_features_agree_with_an_independent_library() -> None:
     """scikit-learn estimates exp(-|q-k|^2/2), which is ours without the norms."""
     x = np.random.default_rng(0).normal(size=(6, 4)) * 0.5
     sampler = RBFSampler(gamma=0.5, n_components=20000, random_state=0).fit(x)
     theirs = sampler.transform(x) @ sampler.transform(x).T
-    features, _ = RandomFeatures(20000, kind="trigonometric", orthogonal=False)(torch.tensor(x))
+    features, _ = RandomFeatures(20000, kind="trigonometric", coupling="independent")(torch.tensor(x))
     ours = (features @ features.mT / 10000).numpy()
     exact = np.exp(-((x[:, None] - x[None]) ** 2).sum(-1) / 2)
     assert np.abs(ours - exact).mean() < 0.01
@@ -109,6 +89,28 @@ def test_orthogonal_lengths_and_directions_are_those_of_normal_vectors() -> None
     assert first_rows.mean(0).abs().max() < 0.2
 
 
+@given(rows=st.integers(1, 20), width=st.integers(1, 6), seed=st.integers(0, 5))
+def test_simplex_blocks(rows, width, seed) -> None:
+    """The draws of a block, also of a short one at the end, point to the corners of a regular simplex."""
+    matrix = RandomFeatures(rows, coupling="simplex", seed=seed).draw(width)
+    assert matrix.shape == (rows, width)
+    for block in matrix.split(width):
+        m = len(block)
+        directions = block / block.norm(dim=-1, keepdim=True)
+        cosines = (directions @ directions.mT)[~torch.eye(m, dtype=torch.bool)]
+        assert m == 1 or (cosines + 1 / (m - 1)).abs().max() < 1e-10
+
+
+@pytest.mark.parametrize("coupling", ["orthogonal", "simplex"])
+def test_each_coupled_draw_alone_is_normal(coupling) -> None:
+    """In full blocks and in a short one: length and direction of each of 11 rows of width 8, over 800 draws."""
+    matrix = torch.stack([RandomFeatures(11, coupling=coupling, seed=seed).draw(8) for seed in range(800)])
+    covariance = torch.einsum("srd,sre->rde", matrix, matrix) / 800
+    assert (covariance - torch.eye(8)).abs().max() < 0.25  # five standard errors of an entry of the diagonal
+    assert (matrix.square().sum(-1).var(0) / 16 - 1).abs().max() < 0.3  # chi-square with 8 degrees of freedom
+    assert matrix.mean(0).abs().max() < 0.15
+
+
 def test_drawing_leaves_the_global_generator_alone_and_is_kept() -> None:
     torch.manual_seed(3)
     before = torch.get_rng_state()
@@ -117,8 +119,8 @@ def test_drawing_leaves_the_global_generator_alone_and_is_kept() -> None:
     drawn.zero_()  # A copy: the kept one does not change.
     assert method.draw(5).abs().sum() > 0
     assert torch.equal(before, torch.get_rng_state())
-    kept = (12, 5, True, 99, torch.float64, torch.device("cpu"))
-    assert _draw(*kept) is _draw(*kept)
+    kept = (12, 5, "orthogonal", 99, torch.float64, torch.device("cpu"))
+    assert drawn_once(*kept) is drawn_once(*kept)
 
 
 def test_a_stored_matrix_replaces_the_draw() -> None:
@@ -164,6 +166,16 @@ def test_methods_are_values() -> None:
         (lambda: RandomFeatures(7, kind="trigonometric"), "trigonometric features come in pairs"),
         (lambda: RandomFeatures(8, kind="cosine"), "kind: expected one of"),
         (lambda: RandomFeatures(8, seed="x"), "seed: expected an integer"),
+        (lambda: RandomFeatures(8, coupling="coupled"), "coupling: expected one of 'orthogonal', 'simplex'"),
+        (lambda: RandomFeatures(8, scale=0.125), 'scale: expected a number below 0.125 or "auto", got 0.125'),
+        (lambda: RandomFeatures(8, scale=math.nan), "scale: expected a number below 0.125"),
+        (lambda: RandomFeatures(8, scale=-math.inf), "scale: expected a number below 0.125"),
+        (lambda: RandomFeatures(8, scale="best"), "scale: expected a number below 0.125"),
+        (lambda: RandomFeatures(8, scale=True), "scale: expected a number below 0.125"),
+        (lambda: RandomFeatures(8, "trigonometric", scale="auto"), "scale: trigonometric features have none"),
+        (lambda: optimal_scale(8, -1.0), "squared_norm: expected a finite number >= 0, got -1.0"),
+        (lambda: optimal_scale(8, math.inf), "squared_norm: expected a finite number >= 0, got inf"),
+        (lambda: optimal_scale(-1, 1.0), "width: expected an integer >= 0, got -1"),
         (lambda: Linear("gelu"), "activation: expected one of"),
         (lambda: Taylor(2, key_shift=torch.zeros(2, 2, 2)), "key_shift"),
         (lambda: Taylor(2, key_shift=[float("nan")]), "key_shift"),

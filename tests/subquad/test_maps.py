@@ -45,9 +45,9 @@ def test_orthogonal_draws_without_random_lengths_are_noticed():
 
 
 @pytest.mark.parametrize("kind", ["positive", "hyperbolic", "trigonometric"])
-@pytest.mark.parametrize("orthogonal", [True, False])
-def test_random_features_are_unbiased(kind, orthogonal):
-    found = estimates(lambda seed: RandomFeatures(8, kind, orthogonal, seed), *PAIRS, seeds=2000)
+@pytest.mark.parametrize("coupling", ["orthogonal", "independent"])
+def test_random_features_are_unbiased(kind, coupling):
+    found = estimates(lambda seed: RandomFeatures(8, kind, coupling, seed), *PAIRS, seeds=2000)
     assert standard_errors_off(found, (PAIRS[0] * PAIRS[1]).sum(-1).exp()).max() <= 3
     if kind != "trigonometric":
         assert bool((found > 0).all())
@@ -56,7 +56,9 @@ def test_random_features_are_unbiased(kind, orthogonal):
 @pytest.mark.parametrize("kind", ["positive", "hyperbolic", "trigonometric"])
 def test_variance_of_independent_random_features_falls_with_their_number(kind):
     counts, pairs = (4, 16, 64), [x / 2 for x in PAIRS]  # Near zero the tails are light, and variances easy to measure.
-    variances = [estimates(lambda seed, m=m: RandomFeatures(m, kind, False, seed), *pairs, 600).var(0) for m in counts]
+    variances = [
+        estimates(lambda seed, m=m: RandomFeatures(m, kind, "independent", seed), *pairs, 600).var(0) for m in counts
+    ]
     products = torch.stack([m * variance for m, variance in zip(counts, variances, strict=True)])
     assert bool((products / products.mean(0) - 1).abs().max() < 0.25)
 

@@ -29,8 +29,9 @@ pytestmark = [
 
 SERVED = {
     "taylor1": Taylor(1), "taylor2": Taylor(2), "taylor3": Taylor(3), "taylor4": Taylor(4),
-    "positive": RandomFeatures(37), "hyperbolic": RandomFeatures(44, "hyperbolic"), "elu": Linear("elu"),
-    "relu": Linear("relu"), "identity": Linear("identity"), "separable": Separable(),
+    "positive": RandomFeatures(37), "hyperbolic": RandomFeatures(44, "hyperbolic"),
+    "scaled": RandomFeatures(37, scale=-0.15), "scaled hyperbolic": RandomFeatures(44, "hyperbolic", scale=-0.1),
+    "elu": Linear("elu"), "relu": Linear("relu"), "identity": Linear("identity"), "separable": Separable(),
 }  # fmt: skip
 served = pytest.mark.parametrize("name", SERVED)
 # (batch, key heads), query heads per key head, length, width, value width
@@ -81,7 +82,7 @@ def test_many_panels_of_features_shared_by_threads(threads) -> None:
         assert difference(name, ((1, 1), 1, 150, 20, 5), True, 64) < 1e-11
 
 
-@pytest.mark.parametrize("name", ["taylor2", "positive", "elu", "separable"])
+@pytest.mark.parametrize("name", ["taylor2", "positive", "scaled", "scaled hyperbolic", "elu", "separable"])
 def test_second_derivatives(name) -> None:
     inputs = [x.requires_grad_() for x in inputs_of(((1, 1), 1, 4, 2, 2))]
     for is_causal in (True, False):
@@ -93,7 +94,7 @@ def test_second_derivatives(name) -> None:
         assert torch.autograd.gradgradcheck(function, inputs)
 
 
-@pytest.mark.parametrize("name", ["taylor2", "positive", "elu", "separable"])
+@pytest.mark.parametrize("name", ["taylor2", "positive", "scaled", "scaled hyperbolic", "elu", "separable"])
 def test_operators_keep_the_rules_of_torch(name) -> None:
     method = SERVED[name]
     q, k, v = (x.flatten(0, 1) for x in inputs_of(((1, 2), 1, 20, 4, 3), torch.float32))

@@ -8,8 +8,9 @@ One feature, or one pair of features for w and -w, with f = |q+k|^2 and the scal
                                               G (exp(f rho) + exp(-f)) - 2     hyperbolic
                                               exp(f) + exp(-f) - 2             trigonometric, f = |q-k|^2
 
-Exact for independent draws. Coupled draws have less variance where their directions repel each other, which is most
-useful at small f; near and above f = d all couplings have about the variance of independent draws.
+Exact for independent draws, and an upper figure for coupled ones where f is well below d. Measured shares of it, blocks
+of 16 at width 16 and the optimal A: positive 0.74 (orthogonal) and 0.14 (simplex) at f = 1, 0.73 and 0.61 at f = 4;
+hyperbolic 0.12 and 0.19 at f = 1, 0.47 and 0.52 at f = 4.
 """
 
 from math import expm1, hypot, inf, isfinite, log, sqrt

@@ -46,13 +46,13 @@ class RandomFeatures(FeatureMethod):
     Args:
         num_features: The number of features, even unless kind is "positive".
         kind: "positive", "hyperbolic" (less variance at the same number) or "trigonometric" (weights can be negative).
-        coupling: How the draws of each block of d depend on each other: "orthogonal", "simplex" (less variance for
-            positive features) or "independent". The estimate is unbiased with each.
+        coupling: How the directions of each block of d draws depend on each other: "orthogonal", "simplex" (less
+            variance for positive features, more for the other kinds) or "independent". All are unbiased.
         seed: Of the draw.
         scale: The parameter A < 1/8 of positive and hyperbolic features. 0 gives FAVOR+. A negative scale has less
             variance if |q+k| is large: `optimal_scale` computes the best from the width and |q+k|^2. "auto" is that
             scale for entries of unit variance, |q+k|^2 = 2 sqrt(d): a constant, so it tells queries nothing about later
-            keys. It is worse than 0 where |q+k|^2 is below about sqrt(d).
+            keys. It is worse than 0 where |q+k|^2 is below about 0.6 to 0.8 sqrt(d).
         key_shift: As for `Taylor`.
         balance: Positive factors of shape (width,) or (heads, width) that multiply all queries and divide all keys.
             Logits do not change; the variance depends on |q + k|, which does.
@@ -110,7 +110,7 @@ class RandomFeatures(FeatureMethod):
 
     @property
     def label(self) -> str:
-        scale = self.scale if self.scale == "auto" else f"{self.scale:.3g}"
+        scale = repr(self.scale) if self.scale == "auto" else f"{self.scale:.3g}"
         suffix = f", scale={scale}" if self.scale else ""
         return f"RandomFeatures({self.num_features}, {self.kind!r}{suffix}){alignment_suffix(self)}"
 
@@ -187,7 +187,8 @@ class RandomFeatures(FeatureMethod):
     def relative_variance(self, squared_norm: float, width: int | None = None) -> float:
         """Return `num_features` times the relative variance of the estimate for pairs of this norm.
 
-        Exact for independent draws; couplings reduce it, so for these it is an upper figure.
+        Exact for independent draws. Couplings reduce it where |q+k|^2 is well below the width; there it is an upper
+        figure.
         """
         if width is None and self.matrix is not None:
             width = self.matrix.shape[-1]

@@ -84,7 +84,7 @@ def needed_features(
         (688, 160972)
         >>> from subquad import optimal_scale
         >>> needed_features(0.05, 6.0, scale=optimal_scale(16, 6.0), head_dim=16)
-        19350
+        20039
     """
     check_max_error(max_error)
     method = RandomFeatures(2, kind, scale=scale)

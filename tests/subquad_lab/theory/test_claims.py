@@ -150,7 +150,7 @@ def test_orthogonal_draws_that_prefer_a_direction_fail(monkeypatch):
 
     def without_signs(method: RandomFeatures, width: int) -> torch.Tensor:
         drawn = draw(method, width)
-        if not method.orthogonal:
+        if method.coupling != "orthogonal":
             return drawn
         blocks = drawn.view(-1, width, width)
         return torch.linalg.qr(blocks.mT)[0].mT.mul(blocks.norm(dim=-1, keepdim=True)).flatten(0, 1)

@@ -289,17 +289,17 @@ def estimate_variance(q: Tensor, k: Tensor, count: int) -> float:
     return float((2 * q[0] @ k[0]).exp() * torch.expm1((q[0] + k[0]).square().sum()) / count)
 
 
-def drawn(rows: int, width: int, seed: int, orthogonal: bool, of_all: int = DRAWS) -> Tensor:
-    """Draw matrices (draws, rows, width) with the library, whose orthogonal rows come in blocks of `width`."""
-    block = -(-rows // width) * width if orthogonal else rows
-    matrix = RandomFeatures(of_all // block * block, orthogonal=orthogonal).redraw(seed).draw(width)
+def drawn(rows: int, width: int, seed: int, coupling: Any, of_all: int = DRAWS) -> Tensor:
+    """Draw matrices (draws, rows, width) with the library, whose coupled rows come in blocks of `width`."""
+    block = rows if coupling == "independent" else -(-rows // width) * width
+    matrix = RandomFeatures(of_all // block * block, coupling=coupling).redraw(seed).draw(width)
     return matrix.reshape(-1, block, width)[:, :rows]
 
 
-def estimates(q: Tensor, k: Tensor, matrices: Tensor, kind: Any) -> Tensor:
+def estimates(q: Tensor, k: Tensor, matrices: Tensor, kind: Any, scale: float = 0.0) -> Tensor:
     """Return phi(q).phi(k) with the library's features, (draws, directions)."""
     rows = matrices.shape[1]
-    method = RandomFeatures(rows if kind == "positive" else 2 * rows, kind=kind)
+    method = RandomFeatures(rows if kind == "positive" else 2 * rows, kind=kind, scale=scale)
     (a, s), (b, t) = (method.features(x, matrices) for x in (q, k))
     return (a * b).sum(-1) * (s + t).exp()
 
@@ -312,7 +312,9 @@ def bias(found: Tensor, wanted: float) -> float:
 def gain(q: Tensor, k: Tensor, kind: str, seed: int) -> float:
     """Return the mean squared error of `width` independent draws, divided by that of orthogonal draws."""
     width = q.shape[-1]
-    independent, orthogonal = (estimates(q, k, drawn(width, width, seed, turned), kind) for turned in (False, True))
+    independent, orthogonal = (
+        estimates(q, k, drawn(width, width, seed, coupling), kind) for coupling in ("independent", "orthogonal")
+    )
     return float((independent - kernel(q, k)).square().mean() / (orthogonal - kernel(q, k)).square().mean())
 
 
@@ -340,16 +342,16 @@ def random_features(setting: Setting) -> Finding:
     checks, lines = [], []
     for norm, cosine in ((0.3, 0.5), (0.6, -0.9), (1.0, 0.5)):  # the second two nearly opposed, so that q.k is below 0
         q, k = pairs(norm, cosine, width, seed)
-        found = estimates(q, k, drawn(4, width, seed, orthogonal=False), "positive")
+        found = estimates(q, k, drawn(4, width, seed, "independent"), "positive")
         ratio = float(found.var(0).mean()) / estimate_variance(q, k, 4)
         checks.append(at_most(f"bias at |q+k| = {norm}, in standard errors", bias(found, kernel(q, k)), 6.0))
         checks.append(equal(f"variance at |q+k| = {norm} / formula", ratio, 1, within=0.15))
         lines.append(f"|q+k| = {norm}, q.k = {float(q[0] @ k[0]):.2f}: mean {float(found.mean()):.4f} of "
                      f"{kernel(q, k):.4f}, variance {ratio:.3f} times the formula.")  # fmt: skip
     q, k = pairs(0.5, 0.5, width, seed)
-    few, many = (float(estimates(q, k, drawn(m, width, seed, orthogonal=False), "positive").var(0).mean())
+    few, many = (float(estimates(q, k, drawn(m, width, seed, "independent"), "positive").var(0).mean())
                  for m in (2, 32))  # fmt: skip
-    turned = estimates(q, k, drawn(width, width, seed, orthogonal=True), "positive")
+    turned = estimates(q, k, drawn(width, width, seed, "orthogonal"), "positive")
     helped = gain(q, k, "positive", seed)
     unit = normal(4 * DIRECTIONS, 4, seed=seed)
     unit = unit / unit.norm(dim=-1, keepdim=True)
@@ -388,11 +390,11 @@ def error_by_features(setting: Setting) -> bytes:
     figure, (axes,) = axes_of(1)
     q, k = pairs(1.0, 0.5, 16, setting.seed)
     counts = [8, 16, 32, 64, 128, 256]
-    for name, kind, orthogonal in (("independent", "positive", False), ("orthogonal", "positive", True),
-                                   ("orthogonal, hyperbolic", "hyperbolic", True)):  # fmt: skip
+    for name, kind, coupling in (("independent", "positive", "independent"), ("orthogonal", "positive", "orthogonal"),
+                                 ("orthogonal, hyperbolic", "hyperbolic", "orthogonal")):  # fmt: skip
         errors = []
         for m in counts:
-            matrices = drawn(m if kind == "positive" else m // 2, 16, setting.seed, orthogonal, of_all=1 << 16)
+            matrices = drawn(m if kind == "positive" else m // 2, 16, setting.seed, coupling, of_all=1 << 16)
             errors.append(float((estimates(q, k, matrices, kind) / kernel(q, k) - 1).square().mean().sqrt()))
         axes.loglog(counts, errors, "o-", markersize=3, label=name)
     axes.set(xlabel="features m", ylabel="relative error of exp(q.k)")
