@@ -1,8 +1,9 @@
 """The methods that a plan considers, and their errors: predicted from the logit range, or measured on a sample.
 
 Each method says itself which of its values are worth considering (`Method.candidates`). Without a sample the number of
-random features that just meets the budget is added, with the best scale for the range; with one, methods
-that are fitted to it. Multipole and Window are added where the native kernels compute them: a sample tells their errors, a range of logits does not.
+random features that just meets the budget is added, with the best scale for the range; with one, methods that are
+fitted to it. Multipole and Window are added where the native kernels compute them: a sample tells their errors, a range
+of logits does not.
 """
 
 from collections.abc import Callable

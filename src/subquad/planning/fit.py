@@ -22,8 +22,8 @@ from subquad.methods.error_estimate import ErrorEstimate
 from subquad.planning.coordinates import Moments, combined, picked_at, scales, variants
 from subquad.planning.rows import exact_rows, method_rows, sampled_call, undisturbed
 
-MIN_ROWS = 8
-MIN_GAIN = 0.98  # of the error: less is no reason to change a head
+MIN_FIT_ROWS = 8
+MIN_GAIN = 0.95  # of the error: less is no reason to change a head
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Fit:
 def fit(
     method: MethodLike, query: Tensor, key: Tensor, value: Tensor | None = None, attn_mask: Tensor | None = None,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False, *,
-    key_padding_mask: Tensor | None = None, segment_ids: Tensor | None = None, rows: int = 256, seed: int = 0,
+    key_padding_mask: Tensor | None = None, segment_ids: Tensor | None = None, rows: int = 512, seed: int = 0,
 ) -> Fit:  # fmt: skip
     """Fit a method to a sample of queries and keys: shifts, and for random features also balance and scale.
 
@@ -80,7 +80,7 @@ def fit(
     found = resolve(method)
     if not isinstance(found, Taylor | RandomFeatures):
         raise ValueError(f"method: expected Taylor or RandomFeatures, which have something to fit, got {found}")
-    check_whole("rows", rows, MIN_ROWS)
+    check_whole("rows", rows, MIN_FIT_ROWS)
     value = key if value is None else value
     check_tensors(query=query, key=key, value=value)
     with undisturbed(query.device):
@@ -94,11 +94,11 @@ def fit(
         return fit_call(found, call, rows, seed)
 
 
-def fit_call(method: Any, call: Call, rows: int = 256, seed: int = 0) -> Fit:
+def fit_call(method: Any, call: Call, rows: int = 512, seed: int = 0) -> Fit:
     """Fit a method to a call without a pair mask."""
     n, m = call.layout.queries, call.layout.keys
-    if n < MIN_ROWS or call.is_empty:
-        raise ValueError(f"query: expected at least {MIN_ROWS} rows to fit a method, got {n}")
+    if n < MIN_FIT_ROWS or call.is_empty:
+        raise ValueError(f"query: expected at least {MIN_FIT_ROWS} rows to fit a method, got {n}")
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(n, generator=generator).to(call.query.device)[:rows]
     own, chosen, held = (x.sort().values for x in order.tensor_split([len(order) // 2, 3 * len(order) // 4]))
