@@ -20,6 +20,7 @@ from subquad.methods.random_features import RandomFeatures, optimal_scale
 from subquad.methods.separable import Separable
 from subquad.methods.taylor import Taylor
 from subquad.methods.window import Window
+from subquad.nn.fit import fit_attention
 from subquad.nn.multihead import MultiheadAttention
 from subquad.nn.replace import replace_attention
 from subquad.nn.report import Replacement, Replacements
@@ -44,7 +45,8 @@ __all__ = [
     "cost", "multihead_cost", "crossover", "error", "needed_degree", "needed_features", "optimal_scale", "logit_range",
     "measure_error", "fit", "plan",
     # modules
-    "MultiheadAttention", "replace_attention", "sdpa",
+    "MultiheadAttention", "replace_attention", "fit_attention", "sdpa",
     # result types
-    "Candidate", "Choice", "Cost", "ErrorEstimate", "Fit", "Plan", "Replacement", "Replacements", "RoutedCalls", "Routing",
+    "Candidate", "Choice", "Cost", "ErrorEstimate", "Fit", "Plan", "Replacement", "Replacements", "RoutedCalls",
+    "Routing",
 ]  # fmt: skip

@@ -27,7 +27,7 @@ AnyMethod: TypeAlias = Method | FeatureMap  # what `resolve` returns
 MethodLike: TypeAlias = AnyMethod | MethodName | str  # what a user may pass; a name may have an argument, "taylor:3"
 
 __all__ = [
-    "AnyMethod", "BUILT_IN", "BlockSparse", "ErrorEstimate", "Exact", "FeatureMap", "FeatureMethod", "Linear",
+    "AnyMethod", "BUILT_IN", "BlockSparse", "ErrorEstimate", "Exact", "FeatureMap", "FeatureMethod", "KINDS", "Linear",
     "Method", "MethodLike", "MethodName", "Multipole", "NAMES", "RandomFeatures", "Separable", "Taylor", "Window",
     "feature_method", "label_of", "resolve",
 ]  # fmt: skip

@@ -24,7 +24,7 @@ from subquad.methods.random_features import optimal_scale
 from subquad.planning.rows import Picked, exact_rows
 
 MAX_BALANCE = 1e3  # where one side hardly varies
-DIGITS = 7  # of the numbers in a method: those of float32
+DIGITS = 6  # of the numbers in a method, which survive float32
 NEUTRAL = {"key_shift": 0.0, "query_shift": 0.0, "balance": 1.0}
 Coordinates = dict[str, Tensor]  # (h, d) each, by the name of the method's field
 
@@ -143,5 +143,5 @@ def _shift(method: RandomFeatures, moments: Moments, balance: Tensor) -> Tensor:
 
 
 def as_tuples(vectors: Tensor) -> Vectors:
-    """Return vectors (h, d) as a method holds them, with as many digits as float32 has."""
+    """Return vectors (h, d) as a method holds them, with as many digits as survive float32."""
     return tuple(tuple(float(f"{x:.{DIGITS}g}") for x in row) for row in vectors.tolist())

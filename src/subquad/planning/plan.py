@@ -61,8 +61,8 @@ def plan(
         logit_range: The range of the scaled logits, (low, high), or one number for both signs. Errors are then
             predicted, for values that do not depend on the logits, and for queries and keys of similar norm.
         sample: Query, key and value, as for `attention`. Errors are then measured, also those of Multipole and Window,
-            which cannot be predicted, and methods that are fitted to the sample are candidates. The result applies to inputs of
-            the same kind and length: a window covers a smaller part of a longer sequence.
+            which cannot be predicted, and methods that are fitted to the sample are candidates. The result applies to
+            inputs of the same kind and length: a window covers a smaller part of a longer sequence.
         scale: With a sample, as for `attention`.
         device: Where to compute.
         dtype: Dtype of the inputs.

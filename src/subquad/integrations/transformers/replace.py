@@ -3,7 +3,7 @@
 import copy
 import inspect
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -17,11 +17,13 @@ from subquad.integrations.transformers.cache import hold_state, hold_states
 from subquad.integrations.transformers.layers import Choice, layers_of, method_of
 from subquad.integrations.transformers.request import dropout_of, planned
 from subquad.integrations.transformers.unsupported import NO_METHOD
+from subquad.methods import AnyMethod
 from subquad.nn.report import Replacement, Replacements, check_layers, describe
+from subquad.planning.auto import Auto
 
 
 def replace_attention(
-    model: PreTrainedModel, method: MethodLike, *, layers: Iterable[int] | None = None
+    model: PreTrainedModel, method: MethodLike | Mapping[int, MethodLike], *, layers: Iterable[int] | None = None
 ) -> Replacements:
     """Give the attention layers of a Hugging Face model another method, in place.
 
@@ -35,7 +37,7 @@ def replace_attention(
     Args:
         model: A transformers model.
         method: A method or its name, as for `attention`. Its parameters, if it has any, do not become part of the
-            model; pass them to the optimizer separately.
+            model; pass them to the optimizer separately. Or a method for each layer to change, by its number.
         layers: Numbers of the layers to change, in the order of the report; all by default. The other layers keep
             their attention, masks and cache.
 
@@ -61,24 +63,33 @@ def replace_attention(
         torch.Size([1, 5])
         >>> report.undo()
     """
-    method = resolve(method)
     found = _attention_layers(model)
-    selected = check_layers(layers, len(found))
+    methods = _methods_of(method, layers, len(found))
     rows, without_dropout = [], []
     for number, (name, layer) in enumerate(found.items()):
         before, _ = planned(layer, method_of(layer))
         label = layer.config._attn_implementation if before is None else describe(before)
-        now, note = planned(layer, method if number in selected else None)
-        if now is not None and (dropout := dropout_of(layer, method, now)):
+        now, note = planned(layer, methods.get(number))
+        if now is not None and (dropout := dropout_of(layer, methods[number], now)):
             without_dropout.append(f"{name} ({describe(now)})")
             note = f"{note}; dropout={dropout} removed".removeprefix("; ")
         rows.append(Replacement(number, name, label, now, note))
     report = Replacements(tuple(rows))
-    _exchange(model, found, method, report)
-    warn_about(method, stacklevel=2)
+    _exchange(model, found, methods, report)
+    for each in {id(each): each for each in methods.values()}.values():
+        warn_about(each, stacklevel=2)
     if without_dropout:
         warnings.warn(f"dropout on the weights is removed from {', '.join(without_dropout)}", stacklevel=2)
     return report
+
+
+def _methods_of(method: Any, layers: Iterable[int] | None, count: int) -> dict[int, AnyMethod | Auto]:
+    """Return the method of each layer that is to be changed, by number."""
+    if not isinstance(method, Mapping):
+        return dict.fromkeys(sorted(check_layers(layers, count)), resolve(method))
+    if layers is not None:
+        raise ValueError("layers: expected None with a method for each layer, which already says which to change")
+    return {number: resolve(method[number]) for number in sorted(check_layers(method, count))}
 
 
 def _attention_layers(model: Any) -> dict[str, Any]:
@@ -93,7 +104,7 @@ def _attention_layers(model: Any) -> dict[str, Any]:
     return found
 
 
-def _exchange(model: PreTrainedModel, found: dict[str, Any], method: Any, report: Replacements) -> None:
+def _exchange(model: PreTrainedModel, found: dict[str, Any], methods: dict[int, Any], report: Replacements) -> None:
     """Set the attributes that select the method, and record in the report how to undo it."""
 
     def put(owner: Any, attribute: str, new: Any) -> None:
@@ -104,6 +115,7 @@ def _exchange(model: PreTrainedModel, found: dict[str, Any], method: Any, report
     chosen = [(row, found[row.name]) for row in report.layers if row.method is not None]
     for row, layer in chosen:
         # An `Auto` that remembers does so for each layer: their logits differ.
+        method = methods[row.number]
         own = copy.copy(method) if getattr(method, "remember", False) else method
         put(layer, "subquad_choice", Choice(own, f"{type(model).__name__}.{row.name} (layer {row.number})"))
     if len(chosen) == len(found):
