@@ -136,22 +136,20 @@ class Rows:
 
 
 def _best(method: Any, moments: list[Moments], rows: Rows) -> Any:
-    """Return the method with the coordinates and the scale that have the least error on the rows."""
-    options, heads = variants(method, moments), range(moments[0].key.shape[0])
-    least, found = float(rows.squares(method).sum()), method
-    for based in _scaled(method, moments):
-        tried = [based, *(combined(based, options, [place] * len(heads)) for place in range(1, len(options)))]
-        errors = torch.stack([rows.squares(each) for each in tried])  # (options, h)
-        errors[1:] /= MIN_GAIN**2
-        choice = errors.argmin(0)
-        total = float(errors.gather(0, choice[None]).sum())
-        if total < least * MIN_GAIN**2:
-            least, found = total, combined(based, options, choice.tolist())
-    return found
-
-
-def _scaled(method: Any, moments: list[Moments]) -> list[Any]:
-    """Return the method, and random features with the scales that are worth trying."""
+    """Return the method with the least error on the rows: coordinates head by head, then one scale for all heads."""
+    options, heads = variants(method, moments), moments[0].key.shape[0]
+    tried = [method, *(combined(method, options, [place] * heads) for place in range(1, len(options)))]
+    errors = torch.stack([rows.squares(each) for each in tried])  # (options, h)
+    errors[1:] /= MIN_GAIN**2
+    choice = errors.argmin(0)
+    found = combined(method, options, choice.tolist()) if bool(choice.any()) else method
     if not isinstance(method, RandomFeatures):
-        return [method]
-    return [method, *(replace(method, scale=scale) for scale in scales(method, moments))]
+        return found
+    least = rows.squares(found)
+    for scale in scales(method, moments):
+        scaled = replace(found, scale=scale)
+        squares = rows.squares(scaled)
+        is_better = bool(squares.sum() < least.sum() * MIN_GAIN**2)
+        if is_better and bool((squares.log() - least.log()).mean() < 0):  # also in a typical head
+            found, least = scaled, squares
+    return found
