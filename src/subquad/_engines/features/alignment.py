@@ -21,12 +21,12 @@ from subquad.methods.method import FeatureMethod, Vectors
 
 
 class Coordinates(NamedTuple):
-    """The vectors of a method as tensors, (d,) or (b, 1, d), and the factor of the queries."""
+    """The vectors of a method as tensors, (1, d) or (h, d) each, for h key heads, and the factors of q and k."""
 
     key_shift: Tensor | None
     query_shift: Tensor | None
     balance: Tensor | None
-    root: float
+    roots: tuple[float, float]
 
     @classmethod
     def of(
@@ -43,18 +43,38 @@ class Coordinates(NamedTuple):
         """
         named = dict(key_shift=method.key_shift, query_shift=method.query_shift, balance=method.balance)
         shift, query_shift, balance = (_for_heads(name, x, layout, heads, like) for name, x in named.items())
-        return cls(shift, query_shift, balance, root_scales(scale)[0])
+        return cls(shift, query_shift, balance, root_scales(scale))
 
     def __call__(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Return (b, g, n, d), and (b, m, d) or with log-scales (b, m, d + 1), of folded queries and keys."""
+        shift, query_shift, balance = (None if x is None else _for_rows(x, len(k)) for x in self[:3])
         k = widen(k)
-        k = k if self.key_shift is None else k - self.key_shift
-        if self.query_shift is not None:
-            k = torch.cat([k, (k * self.query_shift).sum(-1, keepdim=True) * self.root], -1)
-            q = widen(q) - _for_queries(self.query_shift)
-        if self.balance is not None:
-            q, k = widen(q) * _for_queries(self.balance), k / self.balance
+        k = k if shift is None else k - shift
+        if query_shift is not None:
+            k = torch.cat([k, (k * query_shift).sum(-1, keepdim=True) * self.roots[0]], -1)
+            q = widen(q) - query_shift[:, None]
+        if balance is not None:
+            q, k = widen(q) * balance[:, None], k / balance
         return q, k
+
+    def packed(self, width: int) -> Tensor:
+        """Return (h, 5, d) for the kernels: what the queries and keys, already scaled, are multiplied by and what is
+        added to them, and the vector whose product with a key is its log-scale."""
+        given = next(x for x in self[:3] if x is not None)
+        heads = max(len(x) for x in self[:3] if x is not None)
+        zero, one = given.new_zeros(heads, width), given.new_ones(heads, width)
+        shift, query_shift = (zero if x is None else x.expand(heads, -1) for x in (self.key_shift, self.query_shift))
+        factor = one if self.balance is None else self.balance.expand(heads, -1)
+        of_query, of_key = self.roots
+        vectors = [factor, -of_query * query_shift, 1 / factor, -of_key * shift / factor, of_query * query_shift]
+        return torch.stack(vectors, 1)
+
+
+def as_packed(packed: Tensor, is_tilted: bool, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """Return scaled queries and keys as the kernels bring them to the coordinates of `Coordinates.packed`."""
+    factor, offset, key_factor, key_offset, tilt = (_for_rows(x, len(k)) for x in packed.unbind(1))
+    q, k = q * factor[:, None] + offset[:, None], k * key_factor + key_offset
+    return q, torch.cat([k, (k * tilt).sum(-1, keepdim=True)], -1) if is_tilted else k
 
 
 def aligned(method: FeatureMethod, call: Call, heads: int | None = None) -> tuple[Tensor, Tensor]:
@@ -64,18 +84,16 @@ def aligned(method: FeatureMethod, call: Call, heads: int | None = None) -> tupl
 
 
 def _for_heads(name: str, given: Vectors | None, layout: Layout, heads: int | None, like: Tensor) -> Tensor | None:
-    """Return (d,) or (b, 1, d): the vector of each head."""
+    """Return (1, d) or (h, d): the vector of all heads, or of each."""
     if given is None:
         return None
     vector = torch.tensor(given, device=like.device, dtype=torch.promote_types(like.dtype, torch.float32))
     heads, width = heads or layout.key_heads, layout.width
     if vector.shape not in ((width,), (heads, width)):
         raise ValueError(f"{name}: expected shape {(width,)} or {(heads, width)}, got {tuple(vector.shape)}")
-    if vector.dim() == 1:
-        return vector
-    vector = vector.repeat_interleave(layout.key_heads // heads, 0)
-    return vector.expand(*layout.batch, layout.key_heads, width).reshape(layout.rows, 1, width)
+    return vector[None] if vector.dim() == 1 else vector.repeat_interleave(layout.key_heads // heads, 0)
 
 
-def _for_queries(vector: Tensor) -> Tensor:
-    return vector if vector.dim() == 1 else vector[:, None]
+def _for_rows(vector: Tensor, rows: int) -> Tensor:
+    """Return (1, 1, d) or (b, 1, d): the heads follow each other in every batch."""
+    return vector[:, None] if len(vector) == 1 else vector.repeat(rows // len(vector), 1)[:, None]

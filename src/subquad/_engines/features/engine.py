@@ -38,13 +38,20 @@ def run(method: Any, call: Call, form: Form | None = None, chunk: int | None = N
         wide = torch.autocast(call.layout.device.type, enabled=False)
     with wide:
         q, k, v = call.folded()
-        if features.is_aligned:
-            q, k = Coordinates.of(features, call.layout, call.logit_scale, k, heads)(q, k)
         k = k if call.log_scales is None else torch.cat([k, call.log_scales[..., None]], -1)
         tokens = Tokens(q, k, v, call.keep(), call.segments)
         before, following = _sums_before(call), _sums_following(call)
         is_served = _is_served(features, call, tokens, before)
         form = _form_of(features, call, is_served, before is not None, form)
+        is_step = form == "step" and is_served and before is not None and _is_simple_step(features, tokens, before)
+        coordinates = None
+        if features.is_aligned:
+            into = Coordinates.of(features, call.layout, call.logit_scale, k, heads)
+            if form == "fused" or is_step:  # The kernels do it where they read the tokens.
+                coordinates = into.packed(call.layout.width)
+            else:
+                q, k = into(q, k)
+                tokens = tokens._replace(q=q, k=k)
         if needs_features(features, form) and not has_open_size(call.layout.rows):
             heads = (
                 call.layout.rows if call.is_stateful else 1
@@ -55,9 +62,11 @@ def run(method: Any, call: Call, form: Form | None = None, chunk: int | None = N
         )
         if q is not tokens.q:
             tokens = tokens._replace(q=q, k=k)
-        if form == "step" and is_served and before is not None and _is_simple_step(features, tokens, before):
-            assert isinstance(kernel, FeatureKernel)
-            found: tuple[Tensor, Sums | None] = fused_step(features, kernel, tokens, before)
+        if is_step:
+            assert isinstance(kernel, FeatureKernel) and before is not None
+            found: tuple[Tensor, Sums | None] = fused_step(features, kernel, tokens, before, coordinates)
+        elif form == "fused" and isinstance(kernel, FeatureKernel):
+            found = fused(features, kernel, tokens, before, call.is_causal, call.return_state, chunk or 0, coordinates)
         else:
             found = _computed(features, kernel, form, tokens, (before, following), call, chunk)
         output, sums = found
@@ -70,8 +79,6 @@ def _computed(
 ) -> tuple[Tensor, Sums | None]:
     """Return the output (b, g, n, e), and the sums of all keys if the call returns a state."""
     before, _ = beside
-    if form == "fused" and isinstance(kernel, FeatureKernel):
-        return fused(method, kernel, tokens, before, call.is_causal, call.return_state, chunk or 0)
     lay = call.layout
     if form not in ("fused", "dense") and has_open_size(lay.rows, lay.queries, lay.keys):
         return run_at_once(form, kernel, tokens, before, call.is_causal)

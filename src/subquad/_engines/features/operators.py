@@ -19,8 +19,8 @@ from subquad.native.calls import MAPS, address, strided
 
 ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? keep, Tensor? table, Tensor? turned, Tensor? before, Tensor? before_poison, "
-    "Tensor? before_scale, int map, int degree, int features, float query_scale, float key_scale, bool is_causal, "
-    "bool is_normalized, int chunk, float feature_scale"
+    "Tensor? before_scale, Tensor? coordinates, int map, int degree, int features, float query_scale, float key_scale, "
+    "bool is_causal, bool is_normalized, int chunk, float feature_scale, bool is_tilted"
 )
 OPERANDS = len(Operands._fields)
 LOG_SCALED = {MAPS[name] for name in ("positive", "hyperbolic", "logged")}  # maps whose features have a log-scale
@@ -63,11 +63,11 @@ def check_shapes(operands: Operands, numbers: Numbers) -> None:
 
 def forward_shapes(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> list[Tensor]:
     """Return empty results of the right shapes and dtypes."""
-    native_map, _, features, *_, want_sums = others[OPERANDS - 3 :]
+    native_map, _, features, *_, is_tilted, want_sums = others[OPERANDS - 3 :]
     b, g, n, e = *q.shape[:3], v.shape[2]
     shapes: list[tuple[int, ...]] = [(b, g, n, e), (b, g, n), (b, g, n)]
     if want_sums:
-        has_scale = native_map in LOG_SCALED or k.shape[2] > q.shape[3]
+        has_scale = native_map in LOG_SCALED or is_tilted or k.shape[2] > q.shape[3]
         shapes += [(b, e + 1, features), (b,), (b, 1 if has_scale else 0)]
     dtype = wide(q.dtype)
     return [q.new_empty(shape, dtype=dtype) for shape in shapes]

@@ -26,10 +26,8 @@ from subquad.native.loader import FOUND
 class FeatureSteps:
     """The steps that follow a state, on a copy of its sums; `prepared` makes them."""
 
-    def __init__(
-        self, state: State, operands: Operands, packed: bytes, rows: tuple[Tensor, Tensor], into: "Coordinates | None"
-    ) -> None:
-        self._state, self._count, self._into = state, 0, into
+    def __init__(self, state: State, operands: Operands, packed: bytes, rows: tuple[Tensor, Tensor]) -> None:
+        self._state, self._count = state, 0
         self._operands, self._poison, self._normalizer = operands, *rows  # They live as long as the call.
         self._call = FeatureCall.from_buffer_copy(packed)
         assert FOUND.library is not None  # or the kernels would not serve
@@ -47,10 +45,7 @@ class FeatureSteps:
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
         """Return (..., heads, 1, e) for the next token."""
         call = self._call
-        q, k = query, key
-        if self._into is not None:  # The kernel reads tokens of the dtype for which its call was made.
-            q, k = self._into(q.reshape(self._operands.q.shape), k.reshape(len(self._operands.k), 1, -1))
-        q, k, v = q.contiguous(), k.contiguous(), value.contiguous()
+        q, k, v = query.contiguous(), key.contiguous(), value.contiguous()
         output = query.new_empty((*query.shape[:-1], value.shape[-1]), dtype=self._poison.dtype)
         call.q.data, call.k.data, call.v.data, call.output = (x.data_ptr() for x in (q, k, v, output))
         self._count += 1
@@ -77,20 +72,20 @@ def prepared(state: State, scale: float | None, query: Tensor, key: Tensor, valu
     if is_transformed(q, k, v):
         return None
     factor = 1 / sqrt(d) if scale is None else scale
-    into = Coordinates.of(method, layout, factor, k) if method.is_aligned else None
-    q, k = (q, k) if into is None else into(q, k)
+    coordinates = Coordinates.of(method, layout, factor, k).packed(d) if method.is_aligned else None
     # The kernels keep features contiguous: sums become (..., e + 1, r), seen transposed.
     sums = state.sums.mT.clone(memory_format=torch.contiguous_format)
     kernel, _, _ = feature_kernel(method, q, k, factor)
     log_scale = None if state.log_scale is None else state.log_scale.clone(memory_format=torch.contiguous_format)
     poison = state.poison.clone(memory_format=torch.contiguous_format)
     row_poison, normalizer = sums.new_empty(2, rows, group).unbind()
-    operands = Operands(q, k, v, None, kernel.table, turned(method, kernel.table), sums, poison, log_scale)
+    operands = Operands(q, k, v, None, kernel.table, turned(method, kernel.table), sums, poison, log_scale,
+                        coordinates)  # fmt: skip
     operands = operands.contiguous()
     results = Results(address(sums), address(poison), address(log_scale), 0, address(normalizer), address(row_poison))
-    packed = packed_call("step", operands, numbers_of(method, kernel, True), results)
+    packed = packed_call("step", operands, numbers_of(method, kernel, True, 0, coordinates is not None), results)
     own = replace(state, sums=sums.mT, poison=poison, log_scale=log_scale)
-    return FeatureSteps(own, operands, packed, (row_poison, normalizer), into)
+    return FeatureSteps(own, operands, packed, (row_poison, normalizer))
 
 
 def _fits(state: State, query: Tensor, key: Tensor, value: Tensor) -> bool:

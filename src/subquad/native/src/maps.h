@@ -43,8 +43,8 @@ struct Shape {
   Size width, features;        // d and r
   Size panel = 0, panels = 0;  // features of a panel, in whole vectors, and the number of panels
   bool series = false, scaled = false, projected = false;
-  bool logged = false;  // whether the log-scale of a key is its last column
-  Size lower = 0;  // features of all degrees except the highest
+  bool logged = false;  // whether the log-scale of a key is the column after the width
+  Size lower = 0;       // features of all degrees except the highest
   std::vector<Run> runs{};
   std::vector<Size> starts{};  // the first run of each panel
 
@@ -52,7 +52,7 @@ struct Shape {
     Shape s{call, tokens, padded<T>(tokens), call.query_width, call.features};
     s.series = call.map == TAYLOR;
     s.projected = call.map == POSITIVE || call.map == HYPERBOLIC;
-    s.logged = call.key_width > call.query_width;
+    s.logged = call.key_width > call.query_width || call.tilted;
     s.scaled = s.projected || s.logged;
     const Size at_least =
         std::max<Size>(1, (s.features + PANEL_FEATURES * parts - 1) / (PANEL_FEATURES * parts) * parts);

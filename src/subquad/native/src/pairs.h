@@ -28,7 +28,7 @@ template <class T> class Pairs {
         query_poison(differentiated ? call.group * call.queries : BLOCK_TOKENS), columns(token_row * BLOCK_TOKENS),
         value_columns(rows * BLOCK_TOKENS), answers(rows * BLOCK_TOKENS), found(token_row * BLOCK_TOKENS),
         weights(BLOCK_TOKENS * BLOCK_TOKENS), slopes(BLOCK_TOKENS * BLOCK_TOKENS),
-        logged(call.key_width > call.query_width), key_scale(logged ? call.keys + BLOCK_TOKENS : 0),
+        logged(call.key_width > call.query_width || call.tilted), key_scale(logged ? call.keys + BLOCK_TOKENS : 0),
         near(logged ? call.keys + BLOCK_TOKENS : 0), block_top(logged ? call.keys / BLOCK_TOKENS + 1 : 0),
         top(logged ? call.queries + BLOCK_TOKENS : 0), far(logged ? BLOCK_TOKENS : 0) {}
 
@@ -77,7 +77,7 @@ template <class T> class Pairs {
           descend(keys + k * token_row, values + k * value_row, others);
         }
         head.write_grads(call.q, b, g, first, count, call.query_width, T(call.query_scale), found, BLOCK_TOKENS,
-                         query_poison + start, false, q_grad + start * call.query_width);
+                         query_poison + start, false, q_grad + start * call.query_width, coordinate<T>(call, b, 0));
       }
     }
     for (Size first = 0; first < call.keys; first += BLOCK_TOKENS) {
@@ -97,7 +97,8 @@ template <class T> class Pairs {
         }
       if (logged) head.log_scale_grads(value_columns, answers, BLOCK_TOKENS, found + call.query_width * BLOCK_TOKENS);
       head.write_grads(call.k, b, 0, first, count, call.key_width, T(call.key_scale), found, BLOCK_TOKENS,
-                       key_poison + first, true, k_grad + first * call.key_width);
+                       key_poison + first, true, k_grad + first * call.key_width, coordinate<T>(call, b, 2),
+                       call.tilted ? coordinate<T>(call, b, 4) : nullptr);
       head.write_grads(call.v, b, 0, first, count, call.values, T(1), answers, BLOCK_TOKENS, key_poison + first, true,
                        v_grad + first * call.values);
     }
@@ -114,7 +115,7 @@ template <class T> class Pairs {
   Buffer<T> weights, slopes;               // (BLOCK_TOKENS, BLOCK_TOKENS): the other tokens by the reading tokens
   const bool logged;                       // whether the log-scale of a key is its last column
   Buffer<T> key_scale, near;               // of all keys: c, and exp(c - block_top)
-  Buffer<T> block_top, top, far;           // largest c of a block of keys, and of a row; exp(block_top - top) of 64 rows
+  Buffer<T> block_top, top, far;  // largest c of a block of keys, and of a row; exp(block_top - top) of 64 rows
 
   void read_keys(Size b) {
     head.read_keys(b, 0, call.keys, keys, values, key_poison);
@@ -185,7 +186,8 @@ template <class T> class Pairs {
                    BLOCK_TOKENS);
     for (Size i = 0; i < count * BLOCK_TOKENS; i += lanes<T>)
       store(weights + i, sloped<T>(load(weights + i), load(slopes + i)));
-    add_product<T>(call.query_width, BLOCK_TOKENS, count, {others, 1, token_row}, weights, BLOCK_TOKENS, found, BLOCK_TOKENS);
+    add_product<T>(call.query_width, BLOCK_TOKENS, count, {others, 1, token_row}, weights, BLOCK_TOKENS, found,
+                   BLOCK_TOKENS);
   }
 };
 

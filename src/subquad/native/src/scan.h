@@ -136,7 +136,8 @@ template <class T> class Scan {
           descend_pairs({values, value_row, 1}, key_count, grad_columns);
         }
         head.write_grads(call.q, b, g, first, query_count, call.query_width, T(call.query_scale), reader.finish(), c,
-                         query_poison, false, q_grad + (g * call.queries + first) * call.query_width);
+                         query_poison, false, q_grad + (g * call.queries + first) * call.query_width,
+                         coordinate<T>(call, b, 0));
       }
       if (call.causal) absorb_keys(first + s.tokens < call.queries);
     }
@@ -180,7 +181,8 @@ template <class T> class Scan {
       T* grads_of_keys = reader.finish();
       if (s.logged) head.log_scale_grads(value_columns, answers, c, grads_of_keys + s.width * c);
       head.write_grads(call.k, b, 0, first, key_count, call.key_width, T(call.key_scale), grads_of_keys, c, key_poison,
-                       true, k_grad + first * call.key_width);
+                       true, k_grad + first * call.key_width, coordinate<T>(call, b, 2),
+                       call.tilted ? coordinate<T>(call, b, 4) : nullptr);
       head.write_grads(call.v, b, 0, first, key_count, call.values, T(1), answers, c, key_poison, true,
                        v_grad + first * call.values);
     }
@@ -389,7 +391,7 @@ template <class T> class Scan {
 
   void take_keys_as_reader(Size b, Size first) {
     take_keys(b, first);
-    turn(tokens + 0, token_row, c, Size(call.key_width), columns + 0, c);
+    turn(tokens + 0, token_row, c, Size(call.key_width + call.tilted), columns + 0, c);
     turn(values + 0, value_row, c, rows, value_columns + 0, c);
     reader.take(columns, key_count);
     take_scales(b, first, reader.log_scale);
