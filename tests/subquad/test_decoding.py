@@ -15,7 +15,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*weights can be negative")
 
 H, N, D = 2, 13, 4
 # Methods whose steps the kernels compute: the others have no native map, or one normalizer per feature.
-BY_KERNELS = {"taylor1", "taylor2", "taylor3", "shifted", "positive", "hyperbolic", "identity", "elu", "relu"}
+BY_KERNELS = {
+    "taylor1", "taylor2", "taylor3", "shifted", "positive", "scaled", "hyperbolic", "identity", "elu", "relu",
+}  # fmt: skip
 
 
 def draw(*shapes, dtype=torch.float32) -> list[torch.Tensor]:

@@ -29,7 +29,8 @@ def optimal_scale(width: int, squared_norm: float) -> float:
         A = (d - 2f - sqrt((d + 2f)^2 + 8 d f)) / (16 d)
 
     For hyperbolic features the minimum has no closed form; this scale is within 11 % of it from width 8 on, and better
-    than 0. It must be known before the sequence is: computed from a whole sequence, it would tell queries about later keys.
+    than 0. Take `squared_norm` from a sample or from the range of the logits: computed from a causal sequence itself,
+    the scale would tell queries about later keys.
 
     Args:
         width: The width d of queries and keys.

@@ -137,9 +137,9 @@ class FeatureMethod(Method):
         """Return the scale of random features at this width."""
         return 0.0
 
-    def exponents(self, table: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return projections (rows, d) and constants (rows,), for features exp(projection.y + constant); None: all 0."""
-        return table, None
+    def exponents(self, table: Tensor) -> tuple[float, Tensor | None]:
+        """Return a factor s and constants c (rows,), None if all are 0, of features exp(s w.y + c)."""
+        return 1.0, None
 
     @abstractmethod
     def traits(self, width: int) -> Traits:

@@ -45,7 +45,8 @@ def _rotation(normal: Tensor) -> Tensor:
     """Return a uniformly distributed orthogonal matrix (d, d), from a normal one."""
     basis, triangle = torch.linalg.qr(normal)
     # Householder's basis is uniform only after dividing by the signs of the triangle's diagonal.
-    return (basis * triangle.diagonal().sign()).mT
+    rotation: Tensor = (basis * triangle.diagonal().sign()).mT
+    return rotation
 
 
 def _simplex(directions: Tensor) -> Tensor:

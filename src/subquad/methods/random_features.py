@@ -13,7 +13,7 @@ Axes: n tokens, d width, r features; any axes may precede them.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from math import isfinite, log, log1p, sqrt
+from math import inf, log, log1p, sqrt
 from operator import index
 from typing import ClassVar, Literal
 
@@ -95,9 +95,8 @@ class RandomFeatures(FeatureMethod):
 
     def _check_scale(self) -> None:
         scale = self.scale
-        if scale != "auto" and (
-            isinstance(scale, bool) or not isinstance(scale, int | float) or not isfinite(scale) or scale >= MAX_SCALE
-        ):
+        is_number = isinstance(scale, int | float) and not isinstance(scale, bool)
+        if scale != "auto" and not (is_number and -inf < scale < MAX_SCALE):
             raise ValueError(f'scale: expected a number below {MAX_SCALE:g} or "auto", got {scale!r}')
         if self.kind == "trigonometric" and scale != 0:
             raise ValueError(f"scale: trigonometric features have none; expected 0, got {scale!r}")
@@ -148,13 +147,12 @@ class RandomFeatures(FeatureMethod):
         """Return the scale A at this width."""
         return prior_scale(width) if self.scale == "auto" else self.scale
 
-    def exponents(self, table: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return (..., rows, d) and (..., rows): sqrt(1 - 4A) w, and A |w|^2 + d/4 ln(1 - 4A), None if A = 0."""
+    def exponents(self, table: Tensor) -> tuple[float, Tensor | None]:
+        """Return sqrt(1 - 4A), and A |w|^2 + d/4 ln(1 - 4A) (..., rows), None if A = 0."""
         scale = self.scale_at(table.shape[-1])
         if not scale:
-            return table, None
-        constants = scale * table.square().sum(-1) + table.shape[-1] / 4 * log1p(-4 * scale)
-        return sqrt(1 - 4 * scale) * table, constants
+            return 1.0, None
+        return sqrt(1 - 4 * scale), scale * table.square().sum(-1) + table.shape[-1] / 4 * log1p(-4 * scale)
 
     def __call__(self, x: Tensor, *, is_query: bool = False) -> tuple[Tensor, Tensor]:
         """Map (..., n, d) to features (..., n, r) and their log-scales (..., n)."""
@@ -162,8 +160,8 @@ class RandomFeatures(FeatureMethod):
 
     def features(self, x: Tensor, table: Tensor | None) -> tuple[Tensor, Tensor]:
         assert table is not None
-        directions, constants = self.exponents(table)
-        projected = x @ directions.mT  # (..., n, rows)
+        stretch, constants = self.exponents(table)
+        projected = (x if constants is None else x * stretch) @ table.mT  # (..., n, rows)
         half_norm = x.square().sum(-1) / 2
         if self.kind == "trigonometric":
             return torch.cat([projected.cos(), projected.sin()], -1), half_norm - log(self.rows) / 2

@@ -69,9 +69,8 @@ class Asker:
 
     def _measured(self, method: Any) -> ErrorEstimate:
         if isinstance(method, RandomFeatures):
-            predicted = sqrt(
-                method.relative_variance(self._squared_norm(method), self.shape.head_dim) / method.num_features
-            )
+            variance = method.relative_variance(self._squared_norm(method), self.shape.head_dim)
+            predicted = sqrt(variance / method.num_features)
             if predicted > MAX_PREDICTED * self.max_error:
                 return ErrorEstimate(predicted, "prediction")
         few, exact = self._first_rows()

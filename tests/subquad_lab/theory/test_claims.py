@@ -18,7 +18,7 @@ from subquad_lab.cli import main
 from subquad_lab.experiments import language
 from subquad_lab.models import images
 from subquad_lab.theory import SUBJECTS, all_claims, networks, optimizers, recurrence
-from subquad_lab.theory.attention import costs, features, kernels
+from subquad_lab.theory.attention import costs, features, kernels, scaled_features
 from subquad_lab.theory.claims import CLAIMS, Check, Finding, Setting, at_least, at_most, claim, equal, shown, small
 from subquad_lab.theory.counting import attention, counted, misfit
 
@@ -31,8 +31,8 @@ def finding(number: int, seed: int = 0, size: int = 1) -> Finding:
     return CLAIMS[number].check(Setting(seed, size))
 
 
-def test_there_are_22_claims_on_four_subjects():
-    assert list(range(1, 23)) == NUMBERS
+def test_there_are_23_claims_on_four_subjects():
+    assert list(range(1, 24)) == NUMBERS
     assert {claim.subject for claim in all_claims()} == set(SUBJECTS)
 
 
@@ -123,6 +123,11 @@ BROKEN = [
     (22, networks, "largest_eigenvalue_of_fixed", lambda: 2.0),
     (22, networks, "largest_eigenvalue_without_fix", lambda: 1.0),
     (22, networks, "matrix", lambda loops, how, matrix=networks.matrix: matrix(loops, "none")),
+    (23, scaled_features, "best_scale", lambda width, square: -square / (2 * width)),
+    (23, scaled_features, "scaled_variance", lambda width, square, scale: math.expm1(square / (1 - 8 * scale))),
+    (23, scaled_features, "mistaken_constant", lambda width, scale: 1.0),
+    (23, scaled_features, "mistaken_scale", lambda width, square: -0.01),
+    (23, scaled_features, "kernel", lambda q, k: float((-q[0] @ k[0]).exp())),
 ]  # fmt: skip
 
 
@@ -297,7 +302,7 @@ def test_a_claim_that_fails_is_an_exit_code(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["23"], "CLAIMS: expected attention, recurrence, optimizers, networks, or a number from 1 to 22, got '23'"),
+        (["24"], "CLAIMS: expected attention, recurrence, optimizers, networks, or a number from 1 to 23, got '24'"),
         (["--seed", "-1"], "--seed: expected an integer in [0, 2^32)"),
         (["14", "--plots", "/dev/null/x"], "--plots: cannot create /dev/null/x"),
     ],

@@ -4,6 +4,6 @@ L is the number of tokens, D the head dimension, d the model dimension, h the nu
 number of features.
 """
 
-from subquad_lab.theory.attention import costs, features, kernels
+from subquad_lab.theory.attention import costs, features, kernels, scaled_features
 
-__all__ = ["costs", "features", "kernels"]
+__all__ = ["costs", "features", "kernels", "scaled_features"]
