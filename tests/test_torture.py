@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import reference
-from stress import bits, calls, command, files, flips, kills, oracle, threads, workers
+from stress import bits, calls, command, faults, files, flips, kills, oracle, threads, workers
 from stress.command import Outcome
 from stress.hostile import FORMATS
 from stress.parts import Failure, Part
@@ -250,6 +250,31 @@ def test_a_child_that_hangs_is_found(monkeypatch):
     monkeypatch.setattr(threads, "backward", slow)
     with pytest.raises(Failure, match="hang after a fork"):
         threads.forked(random.Random(1))
+
+
+# --- Ranks at fault ---------------------------------------------------------------------------------------------------
+
+ONE_OF_EACH_FAULT = (1, 2, 7, 8)
+
+
+def test_every_rank_reports_the_fault_of_one():
+    found = Counter[str]()
+    for number in ONE_OF_EACH_FAULT:
+        found += faults.case(number, Path())
+    assert found == dict.fromkeys(faults.FAULTS, 1) | {"faults": 4}
+
+
+def test_ranks_that_notice_nothing_are_found(monkeypatch):
+    monkeypatch.setattr(faults, "attention", attention)  # which exchanges nothing
+    with pytest.raises(Failure, match="rank without an error"):
+        faults.case(ONE_OF_EACH_FAULT[0], Path())
+
+
+def test_ranks_that_hang_are_found(monkeypatch):
+    monkeypatch.setattr(faults, "LIMIT_SECONDS", 0.5)
+    monkeypatch.setattr(faults, "attention", lambda *given, **options: time.sleep(60))
+    with pytest.raises(Failure, match=r"hang of a rank: .* 3 ranks run after 0.5 s"):
+        faults.case(ONE_OF_EACH_FAULT[0], Path())
 
 
 # --- The processes that run cases -------------------------------------------------------------------------------------

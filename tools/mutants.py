@@ -50,8 +50,11 @@ FILES = [LIBRARY / "attention.py", *(
     path for folder in ("methods", "_calls", "_engines") for path in sorted((LIBRARY / folder).rglob("*.py")))
 ]  # fmt: skip
 CORE = [name for path in FILES if (name := path.relative_to(LIBRARY).as_posix()) not in SPARED_FILES]
+# They compute in processes of their own, into which no mutant is planted.
+RANK_TESTS = {"test_distributed.py", "test_sequence_parallel.py"}
 TESTS = [ROOT / "tests/test_tiny.py", *(
-    path for path in sorted((ROOT / "tests/subquad").glob("test_*.py")) if path.name not in PLANNING_TESTS)
+    path for path in sorted((ROOT / "tests/subquad").glob("test_*.py"))
+    if path.name not in PLANNING_TESTS | RANK_TESTS)
 ]  # fmt: skip
 GOAL = 0.9
 # Limit of processor time, on which other processes have no influence: a multiple of the time without a mutation.

@@ -8,6 +8,7 @@ kills      SIGKILL during training, sweeps, reports and calibration; the end mus
 flips      flipped bits and cut ends in every file of runs and caches; none may be used in silence
 files      hostile files for every reader: refused in one line, nothing executed
 threads    concurrent calls, continuations of one state, forks after use, data loaders
+faults     a rank that ends, or calls with other shapes, another dtype or method: an error on every rank, no hang
 
 The parts follow each other; each runs in `--jobs` processes with one thread each, except where threads are tested. A
 case has a time limit, and may crash. Each failure is printed with the command that repeats it. The exit code is 1 if
@@ -31,11 +32,11 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 from rich.progress import Progress, TaskID, TextColumn, TimeElapsedColumn  # noqa: E402
 
-from stress import bits, calls, files, flips, kills, threads  # noqa: E402
+from stress import bits, calls, faults, files, flips, kills, threads  # noqa: E402
 from stress.parts import Failure, Part  # noqa: E402
 from stress.workers import Found, Tally, run_case, run_cases  # noqa: E402
 
-PARTS = {module.PART.name: module.PART for module in (calls, bits, kills, flips, files, threads)}
+PARTS = {module.PART.name: module.PART for module in (calls, bits, kills, flips, files, threads, faults)}
 PRELOADED = ("torch.utils.tensorboard", "optuna", "matplotlib.pyplot", "scipy.sparse", "soundfile", "safetensors.torch")
 CASES_PER_SEED = 10_000_000
 LINE_SECONDS = 30.0  # between lines of progress, without a terminal

@@ -11,7 +11,19 @@ from torch.nn import functional as F
 import subquad
 from calls import METHODS
 from reference import reference
-from subquad import Decoder, Exact, Multipole, RandomFeatures, Taylor, Window, attention, cost, error, measure_error
+from subquad import (
+    Decoder,
+    Exact,
+    Multipole,
+    RandomFeatures,
+    Taylor,
+    Window,
+    attention,
+    cost,
+    error,
+    measure_error,
+    native,
+)
 
 ALL = METHODS | {"exact": Exact(), "multipole": Multipole(), "window": Window(64, sinks=1)}
 WITHOUT_WEIGHTS = {"identity", "relu"}  # whose features of 0 are 0
@@ -183,3 +195,20 @@ def test_wrong_shapes_raise_what_torch_raises():
 def test_exact_is_still_torch():
     q, k, v = inputs((2, 2, 5, 4), (2, 2, 7, 4))
     assert torch.equal(attention(q, k, v), F.scaled_dot_product_attention(q, k, v))
+
+
+@both
+@pytest.mark.parametrize("shift", [-20.0, -35.0, -42.0])
+def test_gradients_of_rows_with_tiny_weights_are_those_of_wide_numbers(is_causal, shift, monkeypatch):
+    """The weights of a row sum up to between 1e-17 and 1e-36: the square of their inverse is infinite in float32."""
+    q, k, v = (x.double() for x in inputs((1, 2, 70, 4), (1, 2, 70, 4)))
+    wide = [x.requires_grad_() for x in (0.1 * q + shift, 0.1 * k + shift, v)]
+    found = {}
+    for use_kernels in (True, False):
+        if not use_kernels:
+            monkeypatch.setattr(native, "available", lambda: False)
+        for tensors in (wide, [x.detach().float().requires_grad_() for x in wide]):
+            out = attention(*tensors, is_causal=is_causal, scale=1.0, method="linear:elu")
+            found[use_kernels, out.dtype] = torch.autograd.grad(out.square().sum(), tensors)
+        for mine, theirs in zip(found[use_kernels, torch.float32], found[True, torch.float64], strict=True):
+            assert (mine - theirs).norm() < 2e-5 * theirs.norm()

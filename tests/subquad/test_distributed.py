@@ -4,8 +4,10 @@ Four processes are started once. Groups of them share sequences of uneven slices
 compares its slice with the result of the whole sequence, which it computes by itself.
 """
 
+import gc
 import itertools
 import os
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -23,6 +25,7 @@ from ranks import on_ranks
 from subquad import BlockSparse, Exact, Linear, Multipole, RandomFeatures, Separable, State, Taylor, Window
 from subquad import distributed as over_ranks
 from subquad.distributed import features, setup
+from subquad.distributed.recorded import Exchange
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this torch has no torch.distributed")
 
@@ -229,14 +232,70 @@ def other_facts(rank: int) -> dict[str, Any]:
         found["autocast"] &= half.dtype == torch.bfloat16 and torch.equal(half, expected.bfloat16())
     nothing = [x[:0] for x in tokens]
     found["empty"] = [over_ranks.attention(*nothing, method=method).shape for method in ("taylor", "exact", "window:5")]
+    found["head masks"] = error_of_head_masks(rank)
+    found["plain map"] = over_ranks.attention(*tokens, method=PlainMap()).shape
+    q, k, v = (x.requires_grad_() for x in small())
+    no_keys = k[:, :, :0], v[:, :, :0]
+    over_ranks.attention(q[:, :, : 3 * rank], *no_keys, method="multipole").sum().backward()  # must not hang
+    found["no keys"] = [bool(x.grad.any()) for x in (q, k, v)]
+    found["kept"] = exchanges_that_stay(q, k, v)
     found["refusals"] = refusals(rank)
     return found
+
+
+class PlainMap:
+    """A user's map whose description is Python's own, with an address that differs between processes."""
+
+    positive = True
+
+    def size(self, width: int) -> int:
+        return width
+
+    def __call__(self, x: Tensor, *, is_query: bool) -> Tensor:
+        return x.relu()
+
+
+def error_of_head_masks(rank: int) -> float:
+    """Return the difference to one process where every query head hides other keys of packed sequences."""
+    q, k, v = small(48, torch.float64, heads=4)
+    mask = torch.rand(4, 1, 48, generator=torch.Generator().manual_seed(0)) > 0.3
+    ids = torch.arange(48)[None] // 20
+    options = dict(is_causal=True, method="taylor", enable_gqa=True)
+    one = subquad.attention(q, k[:, :2], v[:, :2], mask, segment_ids=ids, **options)
+    own = slice(30 * rank, 30 + 18 * rank)
+    part = (x[:, :, own] for x in (q, k[:, :2], v[:, :2]))
+    many = over_ranks.attention(*part, mask[..., own], segment_ids=ids[:, own], **options)
+    return float((many - one[:, :, own]).abs().max())
+
+
+def exchanges_that_stay(q: Tensor, k: Tensor, v: Tensor) -> list[str]:
+    """Return what is still in memory after calls whose results were dropped without a backward pass."""
+    seen = []
+
+    def watched(self: Exchange, *tensors: Tensor | None) -> Any:
+        seen.append((type(self).__name__, weakref.ref(self)))
+        return run(self, *tensors)
+
+    gc.collect()
+    gc.disable()  # A cycle would stay until it runs.
+    with pytest.MonkeyPatch.context() as patch:
+        run = Exchange.run
+        patch.setattr(Exchange, "run", watched)
+        for is_causal, way in ((True, "in turn"), (True, "gathered"), (False, "gathered")):
+            with ways(way):
+                over_ranks.attention(q, k, v, is_causal=is_causal, method="taylor", return_state=True)
+        for method in ("exact", "window:5", "multipole"):
+            over_ranks.attention(q, k, v, is_causal=True, method=method)
+    kept = [name for name, exchange in seen if exchange() is not None]
+    gc.enable()
+    return kept if len(seen) >= 6 else ["nothing was watched"]
 
 
 def refusals(rank: int) -> dict[str, str]:
     """Return the messages of calls that cannot work, by name; none of them may hang."""
     q, k, v = small()
     last = rank == dist.get_world_size() - 1
+    grouped = dict(key=k[:, :1], value=v[:, :1], enable_gqa=True)
     calls: dict[str, Any] = {
         "method": dict(method=Taylor(3) if last else Taylor(2)),
         "dtype": dict(query=q.double(), key=k.double(), value=v.double()) if last else {},
@@ -246,20 +305,29 @@ def refusals(rank: int) -> dict[str, str]:
         "invalid": dict(key=k[..., :5]) if last else {},
         "gradient": dict(query=q.clone().requires_grad_()) if last else {},
         "padding": dict(key_padding_mask=torch.ones(1, 24)) if last else {},
-        "auto": dict(method="auto"),
+        "auto": dict(method="auto"), "auto value": dict(method=subquad.Auto(0.05)),
         "blocks": dict(method=BlockSparse(torch.ones(1, 3, 3, dtype=torch.bool))),
         "dropout": dict(dropout_p=0.5, method="exact"),
         "pairs": dict(attn_mask=torch.rand(24, 24) > 0.5, method="exact"),
         "cross": dict(query=q[:, :, :5], is_causal=True),
         "state": dict(method="window:4", return_state=True),
+        "window": dict(query=q[:, :, :5], method="window:3") if last else dict(method="window:3"),
+        "list": dict(segment_ids=[0] * 24 if last else torch.zeros(1, 24, dtype=torch.long)),
+        "head mask": grouped | (dict(attn_mask=torch.ones(2, 1, 24).tril(5) > 0) if last else {}),
+        "head mask, state": grouped | dict(return_state=True)
+        | (dict(attn_mask=torch.ones(2, 1, 24).tril(5) > 0) if last else {}),
+        "other gradient": dict(method="window:3") | (dict(key=k.clone().requires_grad_()) if last else
+                                                      dict(query=q.clone().requires_grad_())),
+        "autocast": {},
     }  # fmt: skip
     messages = {}
     for name, changes in calls.items():
         arguments = dict(query=q, key=k, value=v, method="taylor") | changes
         try:
-            over_ranks.attention(**arguments)
+            with torch.autocast("cpu", torch.bfloat16, enabled=last and name == "autocast"):
+                over_ranks.attention(**arguments)
             messages[name] = "no error"
-        except ValueError as error:
+        except (ValueError, TypeError) as error:
             messages[name] = str(error)
     return messages
 
@@ -294,16 +362,39 @@ def test_a_batch_of_nothing_has_its_shape(facts) -> None:
         assert found["empty"] == [(0, 2, 40 + rank, 8)] * 3
 
 
+def test_masks_of_query_heads_are_those_of_one_process(facts) -> None:
+    assert all(found["head masks"] < 1e-12 for found in facts)
+
+
+def test_a_map_without_a_description_of_its_own_is_the_same_on_all_ranks(facts) -> None:
+    assert [found["plain map"] for found in facts] == [(1, 2, 40 + rank, 8) for rank in range(2)]
+
+
+def test_gradients_of_no_keys_are_exchanged_by_all_ranks(facts) -> None:
+    assert all(found["no keys"] == [False] * 3 for found in facts)
+
+
+def test_results_that_are_dropped_free_their_memory_at_once(facts) -> None:
+    assert [found["kept"] for found in facts] == [[], []]
+
+
 EXPECTED = {
     "method": "method: expected the same on all ranks, got Taylor(degree=2",
     "dtype": "query: expected the same on all ranks, got torch.float32",
     "shape": "query: expected the same on all ranks", "heads": "query: expected the same on all ranks",
     "causal": "is_causal: expected the same on all ranks, got False on rank 0 and True on rank 1",
     "invalid": "key: expected width 8", "gradient": "requires_grad: expected the same on all ranks",
-    "padding": "key_padding_mask: expected a boolean tensor", "auto": "method: expected one of 'exact'",
-    "blocks": "method: BlockSparse describes a whole sequence", "dropout": "dropout_p: expected 0",
+    "padding": "key_padding_mask: expected a boolean tensor", "auto": "method: Auto needs the whole sequence",
+    "auto value": "method: Auto needs the whole sequence",
+    "blocks": "method: BlockSparse needs the whole sequence", "dropout": "dropout_p: expected 0",
     "pairs": "attn_mask: expected a mask of this rank's keys", "cross": "is_causal: expected as many queries as keys",
     "state": "state: on several ranks only feature methods have a state",
+    "window": "key: a window compares positions; expected as many keys as queries on each rank, got 24 and 5",
+    "list": "segment_ids: expected a tensor, got list",
+    "head mask": "attn_mask: expected the same on all ranks, got one for each key head on rank 0",
+    "head mask, state": "attn_mask: with a state, expected the same mask",
+    "other gradient": "requires_grad: expected the same on all ranks, got query on rank 0 and key on rank 1",
+    "autocast": "autocast: expected the same on all ranks, got None on rank 0 and torch.bfloat16 on rank 1",
 }  # fmt: skip
 
 
@@ -312,7 +403,8 @@ def test_a_call_that_cannot_work_is_refused_on_every_rank(facts, name) -> None:
     for rank, found in enumerate(facts):
         message = found["refusals"][name]
         assert EXPECTED[name] in message, (rank, message)
-    if name in ("invalid", "padding"):  # The other rank is told whose arguments they are.
+    if name in ("invalid", "padding", "window", "list", "head mask, state"):
+        # The other rank is told whose arguments they are.
         assert facts[0]["refusals"][name].startswith("rank 1 of the group: ")
 
 

@@ -295,6 +295,10 @@ def refusals(group: Any) -> dict[str, str]:
             loss = model(tokens(13), places).sum()
         loss.backward()
 
+    def in_order(*given: Any, **named: Any) -> None:
+        with sequence_parallel(blocks, group, split={"tokens": 1, "places": 0}):
+            blocks(*given, **named)
+
     class Plain(nn.Module):
         def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
             return F.scaled_dot_product_attention(x, x, x, attn_mask=bias)
@@ -339,6 +343,10 @@ def refusals(group: Any) -> dict[str, str]:
         "no attention": call(Other(), split={"x": 1}, x=x),
         "auto": call(Blocks("auto"), split={"tokens": 1, "places": 0}, tokens=tokens(13), places=places),
         "checkpoint outside": message(late),
+        "added key": begin(MultiheadAttention(16, 4, add_zero_attn=True)),
+        "learned key": begin(MultiheadAttention(16, 4, add_bias_kv=True)),
+        "third argument": message(lambda: in_order(tokens(13), places, places)),
+        "argument twice": message(lambda: in_order(tokens(13), tokens=tokens(13), places=places)),
     }
 
 
@@ -440,7 +448,7 @@ REFUSED = {
     "not replaced": "LlamaForCausalLM: model.layers.0.self_attn computes its attention by itself",
     "partly replaced": "model.layers.0.self_attn computes its attention by itself",
     "torch's attention": "self_attn is torch.nn.MultiheadAttention, .* call subquad.replace_attention",
-    "recurrent": "0 is a LSTM",
+    "recurrent": r"0 \(LSTM\) passes its state from token to token",
     "unknown arguments": "split: expected the arguments of Blocks .* got None",
     "known arguments": "split: expected None for LlamaForCausalLM",
     "nested": "got Wrapped; .* pass LlamaForCausalLM itself",
@@ -465,6 +473,10 @@ REFUSED = {
     "no attention": "Other has not called subquad.attention",
     "auto": "method: expected a name, a method such as .* got Auto",
     "checkpoint outside": "A different number of tensors was saved",
+    "added key": "MultiheadAttention adds a key to those of the sequence",
+    "learned key": "MultiheadAttention adds a key to those of the sequence",
+    "third argument": "too many positional arguments",
+    "argument twice": "tokens: expected it once, got it by position and by name",
 }
 
 

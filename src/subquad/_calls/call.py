@@ -86,6 +86,8 @@ class Call(NamedTuple):
         return call._masked(key_padding_mask, segment_ids)
 
     def _masked(self, key_padding_mask: Tensor | None, segment_ids: Tensor | None) -> "Call":
+        masks = dict(attn_mask=self.attn_mask, key_padding_mask=key_padding_mask, segment_ids=segment_ids)
+        check_tensors(**{name: mask for name, mask in masks.items() if mask is not None})
         segments = last = None
         if segment_ids is not None:
             before = None if self.state is None else self.state.segment

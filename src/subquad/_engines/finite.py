@@ -7,6 +7,8 @@ as poison, 0 or NaN, which is added to the rows that may see it: 0 * NaN would r
 import torch
 from torch import Tensor
 
+TINY, ENLARGEMENT = 2.0**-60, 2.0**90  # normalizers whose inverse is not squared, and their factor
+
 
 def widen(x: Tensor) -> Tensor:
     """Return x in float32, or float64 if it is wider."""
@@ -24,6 +26,11 @@ def cleaned(x: Tensor) -> Tensor:
 
 
 def inverse(normalizer: Tensor) -> Tensor:
-    """Return 1 / normalizer; 0, with gradient 0, where it is exactly 0, as in a row without keys."""
+    """Return 1 / normalizer; 0, with gradient 0, where it is exactly 0, as in a row without keys.
+
+    Its derivative is the square of a number that is too large to be squared where the normalizer is tiny. There,
+    1 / x = s (1 / (s x)): a power of two changes no bit of the result, and autograd multiplies by s twice.
+    """
     empty = normalizer == 0
-    return torch.where(empty, 0.0, torch.where(empty, 1.0, normalizer).reciprocal())
+    factor = torch.where(normalizer.detach().abs() < TINY, ENLARGEMENT, 1.0).to(normalizer.dtype)
+    return torch.where(empty, 0.0, torch.where(empty, 1.0, normalizer * factor).reciprocal() * factor)

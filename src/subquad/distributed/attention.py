@@ -9,7 +9,7 @@
 Axes: (..., heads, length, width). n queries and m keys of this rank, d width, e value width.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -19,11 +19,12 @@ from subquad._calls.call import Call
 from subquad._calls.masks import NotServed
 from subquad._calls.state import State, check_state
 from subquad._engines import engine_of, run
-from subquad.attention import quiet_attention, warn_about
+from subquad.attention import quiet_attention, resolve, warn_about
 from subquad.distributed import exact, features, multipole, window
 from subquad.distributed.peers import Peers, agree
-from subquad.distributed.segments import number_runs
-from subquad.methods import AnyMethod, BlockSparse, Exact, MethodLike, resolve
+from subquad.distributed.segments import Runs, number_runs
+from subquad.methods import AnyMethod, BlockSparse, Exact, MethodLike, Window
+from subquad.planning.auto import Auto
 
 
 def attention(
@@ -53,7 +54,8 @@ def attention(
         query: (..., heads, n, d), the queries of this rank.
         key: (..., key heads, m, d), the keys of this rank.
         value: (..., key heads, m, e).
-        attn_mask: A mask of this rank's keys, with a query dimension of 1; True = attend.
+        attn_mask: A mask of this rank's keys, with a query dimension of 1; True = attend. With `enable_gqa`, either all
+            ranks have one for each query head, or none has.
         dropout_p: Must be 0.
         is_causal: A query sees the keys of earlier ranks, and its own rank's keys up to its position: n = m.
         scale: Factor of the logits, 1/sqrt(d) by default.
@@ -102,21 +104,24 @@ def attend(
     method: MethodLike, query: Tensor, key: Tensor, value: Tensor, peers: Peers, **options: Any
 ) -> tuple[Tensor, State | None]:
     """Return the output of this rank, and the state if wanted."""
-    call, named, problem, facts = None, None, None, {"method": method}
+    given, call, named, problem, facts = None, None, None, None, {"method": method}
     try:
-        facts["method"] = named = resolve(method)
-        call = Call.of(query, key, value, **options)
-        _check(named, call)
-        facts |= _facts(call)
-    except (ValueError, TypeError) as error:
+        facts["method"] = named = _divisible(resolve(method))
+        given = Call.of(query, key, value, **options)
+        _check(named, given)
+        call = given.factored()
+        facts |= _facts(given, call)
+    except Exception as error:  # Whatever is wrong on this rank, the others must not wait for it.
         problem = error
     peers = agree(peers, facts, 0 if call is None else call.layout.keys, problem)
-    assert call is not None and named is not None
+    assert given is not None and call is not None and named is not None
     warn_about(named, stacklevel=3)
     if call.layout.rows * call.layout.group == 0:  # no heads: nothing to compute, and nothing to exchange
         output, state, _ = run(named, call)
         return output, state
-    runs = None if options["segment_ids"] is None else number_runs(call, options["segment_ids"], peers)
+    runs = None if options["segment_ids"] is None else number_runs(given, options["segment_ids"], peers)
+    if runs is not None and call.layout.rows != given.layout.rows:  # a copy of each key head for every query head
+        runs = Runs(*(x.repeat_interleave(given.layout.group, 0) for x in runs))
     name = engine_of(named)
     engines = {"exact": exact, "sparse": window, "multipole": multipole}
     with torch.autocast(call.layout.device.type, enabled=False):  # The call knows its dtype.
@@ -125,10 +130,18 @@ def attend(
         return engines[name].attend(named, call, peers, runs), None
 
 
+def _divisible(method: AnyMethod | Auto) -> AnyMethod:
+    """Return the method; raise for one that has to see the whole sequence."""
+    if isinstance(method, Auto | BlockSparse):
+        raise NotServed(
+            f"method: {type(method).__name__} needs the whole sequence, which no rank holds; use a feature method, "
+            "Window, Multipole or Exact"
+        )
+    return method
+
+
 def _check(method: AnyMethod, call: Call) -> None:
     """Raise for a call that cannot be computed on several ranks."""
-    if isinstance(method, BlockSparse):
-        raise NotServed("method: BlockSparse describes a whole sequence, which no rank holds; use Window")
     if call.dropout_p != 0:
         raise NotServed(f"dropout_p: expected 0 on several ranks, got {call.dropout_p}; use dropout on the output")
     if call.mask_kind == "pairs":
@@ -141,25 +154,37 @@ def _check(method: AnyMethod, call: Call) -> None:
         raise ValueError(
             f"is_causal: expected as many queries as keys on each rank, got {layout.queries} and {layout.keys}"
         )
-    if engine_of(method) != "features":
+    engine = engine_of(method)
+    if engine == "sparse" and cast(Window, method).size is not None and layout.queries != layout.keys:
+        raise NotServed(
+            f"key: a window compares positions; expected as many keys as queries on each rank, got {layout.keys} and "
+            f'{layout.queries}. For cross-attention, use method="exact".'
+        )
+    if engine != "features":
         if call.is_stateful:
             raise NotServed(f"state: on several ranks only feature methods have a state, {method} has none")
     elif call.state is not None:
         check_state(call.state, method, layout, call.segments is not None, call.key.dtype, call.logit_scale)
 
 
-def _facts(call: Call) -> dict[str, Any]:
-    """Return what must be equal on all ranks."""
-    layout, tensors = call.layout, (call.query, call.key, call.value)
+def _facts(given: Call, call: Call) -> dict[str, Any]:
+    """Return what must be equal on all ranks, of a call as it was given and as it is computed."""
+    layout = given.layout
     heads = layout.key_heads * layout.group
+    sums = None if call.state is None else call.state.sums
+    named = {"query": call.query, "key": call.key, "value": call.value, "state": sums}
+    # Every tensor by itself: its gradient may be exchanged apart from the others.
+    with_grad = [name for name, x in named.items() if x is not None and x.requires_grad] * torch.is_grad_enabled()
     return {
         "query": f"{call.query.dtype}, batch {layout.batch}, {heads} heads, width {layout.width}",
         "key": f"{call.key.dtype}, {layout.key_heads} heads",
         "value": f"{call.value.dtype}, width {layout.value_width}",
+        "autocast": call.dtype if call.is_autocast else None,
+        "attn_mask": "one for each key head" if call.layout.group == layout.group else "one for each query head",
         "is_causal": call.is_causal,
         "scale": call.logit_scale,
         "segment_ids": call.segments is not None,
         "state": None if call.state is None else f"{call.state.length} keys",
         "return_state": call.return_state,
-        "requires_grad": torch.is_grad_enabled() and any(x.requires_grad for x in tensors),
+        "requires_grad": ", ".join(with_grad) or None,
     }

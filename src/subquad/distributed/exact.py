@@ -39,7 +39,6 @@ class Slice(NamedTuple):
 
 def attend(method: Any, call: Call, peers: Peers, runs: Runs | None) -> Tensor:
     """Return the output of this rank's queries (..., heads, n, e)."""
-    call = call.factored()
     ring = Ring(peers, call, None if runs is None else runs.numbers)
     return call.unfolded(ring.run(*call.folded())[0])
 

@@ -34,8 +34,7 @@ GATHERED_OVERHEAD = 0.45  # time for adding up keys, over that of causal attenti
 def attend(method: Any, call: Call, peers: Peers, runs: Runs | None) -> tuple[Tensor, State | None]:
     """Return the output of this rank's queries (..., heads, n, e), and the state of all ranks' keys if wanted."""
     features = feature_method(method)
-    heads, call = call.layout.key_heads, call.factored()
-    q, k = aligned(features, call, heads)
+    q, k = aligned(features, call)
     names = ("key_shift", "query_shift", "balance")
     vectors = {name: None for name in names if getattr(features, name) is not None}
     plain = replace(method, **vectors) if vectors else method

@@ -16,7 +16,7 @@ from subquad._calls.state import State
 from subquad.distributed.parcels import Parcel
 from subquad.distributed.peers import Gathering
 from subquad.distributed.recorded import Exchange, gradients
-from subquad.distributed.setup import Piece, Setup, Tokens, collected, joined
+from subquad.distributed.setup import Piece, Setup, Tokens, collected, joined, placed
 
 
 class Views(NamedTuple):
@@ -30,7 +30,7 @@ class Views(NamedTuple):
 class Gathered(Exchange):
     """Attention to the sums of all ranks, or of earlier ones."""
 
-    total: State
+    total: State  # without its sums, a result: a node that holds its own result waits for the garbage collector
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
@@ -44,19 +44,21 @@ class Gathered(Exchange):
         q, k, v, _, *learned = tensors
         tokens = setup.tokens._replace(q=q, k=k, v=v)
         travelling = [self._add_up(tokens.heads(rows), learned) for rows in setup.groups]
-        outputs, totals = [], []
+        totals, whole = [], None
         for rows, (parcel, gathering) in zip(setup.groups, travelling, strict=True):
             states = [self._opened(parcel, data, rank) for rank, data in enumerate(gathering.wait())]
             views = self._views(states, setup.before_of(rows))[setup.peers.rank]
-            outputs.append(self._read(tokens.heads(rows), views, learned))
+            whole = placed(self._read(tokens.heads(rows), views, learned), rows, whole, len(q))
             has_total = views.total is not None and views.total.sums is not None
             totals.append(views.total if has_total else setup.empty(tokens.heads(rows)))
             self.states.append(states)
+        assert whole is not None
         if not setup.return_state:
-            return torch.cat(outputs), outputs[0].new_zeros(())
-        self.total = joined(totals)  # type: ignore[arg-type]
-        assert self.total.sums is not None
-        return torch.cat(outputs), self.total.sums
+            return whole, whole.new_zeros(())
+        total = joined(totals)  # type: ignore[arg-type]
+        assert total.sums is not None
+        self.total = replace(total, sums=None)
+        return whole, total.sums
 
     def _add_up(self, tokens: Tokens, learned: Sequence[Tensor]) -> tuple[Parcel, Gathering]:
         """Add up the keys of some heads, and start to exchange their states."""

@@ -14,13 +14,13 @@ from torch import Tensor
 from subquad._calls.state import State
 from subquad.distributed.parcels import Parcel
 from subquad.distributed.recorded import Exchange
-from subquad.distributed.setup import Piece, Setup, Tokens, collected, joined
+from subquad.distributed.setup import Piece, Setup, Tokens, collected, joined, placed
 
 
 class InTurn(Exchange):
     """Causal attention from state to state: each rank continues where the one before it stopped."""
 
-    total: State
+    total: State  # without its sums, a result: a node that holds its own result waits for the garbage collector
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
@@ -32,22 +32,24 @@ class InTurn(Exchange):
         tokens = setup.tokens._replace(q=q, k=k, v=v)
         parcels = [Parcel(setup.empty(tokens.heads(rows))) for rows in setup.groups]
         arriving = [peers.receive(parcel.room(), peers.rank - 1) for parcel in parcels] if peers.rank else []
-        sent, outputs, states = [], [], []
+        sent, states, whole = [], [], None
         for i, (rows, parcel) in enumerate(zip(setup.groups, parcels, strict=True)):
             before = parcel.opened(arriving[i].wait(), peers.start) if peers.rank else setup.before_of(rows)
             output, after = self._continue(tokens.heads(rows), before, learned)
             if peers.rank + 1 < peers.size:
                 sent.append(peers.send(parcel.packed(after), peers.rank + 1))
-            outputs.append(output)
+            whole = placed(output, rows, whole, len(q))
             states.append(after)
         for transfer in sent:
             transfer.wait()
+        assert whole is not None
         if not setup.return_state:
-            return torch.cat(outputs), outputs[0].new_zeros(())
-        whole = Parcel(setup.empty(tokens))
-        self.total = whole.opened(peers.broadcast(whole.packed(joined(states)), peers.size - 1), 0)
-        assert self.total.sums is not None
-        return torch.cat(outputs), self.total.sums
+            return whole, whole.new_zeros(())
+        parcel = Parcel(setup.empty(tokens))
+        total = parcel.opened(peers.broadcast(parcel.packed(joined(states)), peers.size - 1), 0)
+        assert total.sums is not None
+        self.total = replace(total, sums=None)
+        return whole, total.sums
 
     def _continue(self, tokens: Tokens, before: State | None, learned: Sequence[Tensor]) -> tuple[Tensor, State]:
         """Compute some heads; return their output and state, and keep their graph."""
@@ -70,8 +72,9 @@ class InTurn(Exchange):
         setup, peers, pieces = self.setup, self.setup.peers, self.pieces
         grad, total_grad = grads
         if setup.return_state:  # Every rank holds a copy of the last rank's state.
-            assert self.total.sums is not None
-            total_grad = peers.summed(torch.zeros_like(self.total.sums) if total_grad is None else total_grad)
+            nothing = setup.empty(setup.tokens).sums
+            assert nothing is not None
+            total_grad = peers.summed(nothing if total_grad is None else total_grad)
         is_last = peers.rank + 1 == peers.size
         arriving = [] if is_last else [peers.receive(piece.results[1], peers.rank + 1) for piece in pieces]
         has_sums = bool(peers.rank) or setup.before is not None

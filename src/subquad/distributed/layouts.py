@@ -150,7 +150,7 @@ def is_of_transformers(module: nn.Module) -> bool:
 
 
 def refuse_other_mixers(model: nn.Module) -> None:
-    """Raise ValueError if a part of the model is known to mix tokens without this library."""
+    """Raise ValueError if a part of the model is known to mix tokens otherwise than on one process."""
     for place, part in model.named_modules():
         if isinstance(part, nn.MultiheadAttention):
             raise ValueError(
@@ -158,8 +158,13 @@ def refuse_other_mixers(model: nn.Module) -> None:
                 'tokens of this rank; call subquad.replace_attention(model, method) first, with method="exact" to keep '
                 "it exact"
             )
+        if isinstance(part, MultiheadAttention) and (part.add_zero_attn or part.bias_k is not None):
+            raise ValueError(
+                f"model: {place or type(model).__name__} adds a key to those of the sequence (add_bias_kv or "
+                "add_zero_attn), which every rank would do; sequence_parallel supports only keys of tokens"
+            )
         if isinstance(part, nn.RNNBase):
             raise ValueError(
-                f"model: {place or type(model).__name__} is a {type(part).__name__}, whose state passes from token to "
-                "token; sequence_parallel supports only attention"
+                f"model: {place or 'it'} ({type(part).__name__}) passes its state from token to token; "
+                "sequence_parallel supports only attention"
             )

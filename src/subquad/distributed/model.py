@@ -185,11 +185,13 @@ class SequenceParallel:
 
     def _begin(self) -> None:
         original = self.model.forward
-        names = list(inspect.signature(original).parameters)
+        signature = inspect.signature(original)
 
         @wraps(original)
         def forward(*positional: Any, **named: Any) -> Any:
-            return self._call(original, dict(zip(names, positional, strict=False)) | named)
+            if self._depth:  # A model that calls itself has split its inputs already.
+                return original(*positional, **named)
+            return self._call(original, lambda: _by_name(signature, positional, named))
 
         self._put("forward", forward)
         if hasattr(self.model, "generate"):
@@ -209,10 +211,8 @@ class SequenceParallel:
         attributes[name] = function
         self._undo_steps.append(restore)
 
-    def _call(self, original: Callable[..., Any], given: Arguments) -> Any:
-        if self._depth:  # A model that calls itself has split its inputs already.
-            return original(**given)
-        given, own = self._split(given)
+    def _call(self, original: Callable[..., Any], arguments: Callable[[], Arguments]) -> Any:
+        given, own = self._split(arguments)
         self._depth, before = self._depth + 1, self._attended
         try:
             output = original(**own)
@@ -226,11 +226,11 @@ class SequenceParallel:
         return self._layout.finished(output, given, self.total)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _split(self, given: Arguments) -> tuple[Arguments, Arguments]:
+    def _split(self, arguments: Callable[[], Arguments]) -> tuple[Arguments, Arguments]:
         """Return the whole arguments, completed, and those of this rank's slice."""
-        own, facts, problem = given, {}, None
+        given, own, facts, problem = Arguments(), Arguments(), {}, None
         try:
-            given = self._layout.completed(given)
+            given = self._layout.completed(arguments())
             dims = self._layout.dimensions(given)
             parts = {name: given[name] for name in dims if given.get(name) is not None}
             self.tokens = self._length(parts, dims)
@@ -238,7 +238,7 @@ class SequenceParallel:
             facts = {name: _description(part) for name, part in parts.items()}
             segments = self._layout.segment_ids(given)
             self.segment_ids = None if segments is None else self._cut.of(segments, -1)
-        except (ValueError, TypeError) as error:
+        except Exception as error:  # Whatever is wrong on this rank, the others must not wait for it.
             problem = error
         agree(self._peers, {"arguments": sorted(facts)} | facts if problem is None else {}, self.tokens, problem)
         return given, own
@@ -258,6 +258,17 @@ class SequenceParallel:
                 )
         name = next(iter(parts))
         return int(parts[name].shape[dims[name]])
+
+
+def _by_name(signature: inspect.Signature, positional: tuple[Any, ...], named: Arguments) -> Arguments:
+    """Return the arguments of a call by name; raise TypeError if one has no name, or is given twice."""
+    given = signature.bind_partial(*positional).arguments
+    for name in given:
+        if name in named:
+            raise TypeError(f"{name}: expected it once, got it by position and by name")
+        if signature.parameters[name].kind is inspect.Parameter.VAR_POSITIONAL:
+            raise TypeError(f"{name}: expected arguments with names in the signature of the model, got *{name}")
+    return given | named
 
 
 def _description(tensor: Tensor) -> str:

@@ -22,7 +22,6 @@ from subquad.distributed.segments import Runs
 
 def attend(method: Any, call: Call, peers: Peers, runs: Runs | None) -> Tensor:
     """Return the output of this rank's queries (..., heads, n, e)."""
-    call = call.factored()
     q, k, v = call.folded()
     start, end = peers.start, peers.start + call.layout.keys
     seen = slice(0, end if call.is_causal else None)
@@ -40,6 +39,6 @@ def attend(method: Any, call: Call, peers: Peers, runs: Runs | None) -> Tensor:
     )  # fmt: skip
     output = run(method, whole if numbers is not None else whole._replace(first_row=start)).output
     output = output if numbers is None else output[:, :, start:end]
-    if call.layout.queries == 0:  # It depends on no key, yet its rank takes part in the exchange of gradients.
+    if call.is_empty:  # It depends on no key, yet its rank takes part in the exchange of gradients.
         output = output + k[:, :0].sum() + v[:, :0].sum()
     return call.unfolded(output)

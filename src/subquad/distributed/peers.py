@@ -6,6 +6,7 @@ are invalid, is reported by an error on every rank, and none waits for the other
 """
 
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from hashlib import sha256
@@ -18,6 +19,7 @@ from torch import Tensor
 
 DESCRIPTION_BYTES = 8192  # room for the description of a call
 MAX_FACT_CHARACTERS = 300
+ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")  # in the default description of an object; each process has its own
 
 
 class ExchangeError(RuntimeError):
@@ -153,6 +155,8 @@ def agree(peers: Peers, description: dict[str, Any], length: int, problem: Excep
         ValueError: On every rank, if a rank has a problem, or the descriptions differ.
     """
     facts = {name: _short(value) for name, value in description.items()}
+    if len(json.dumps(facts)) > DESCRIPTION_BYTES // 2:
+        facts = {"arguments": _hash(json.dumps(facts))}
     text = json.dumps([length, torch.get_num_threads(), None if problem is None else _short(problem), facts]).encode()
     own = torch.zeros(DESCRIPTION_BYTES, dtype=torch.uint8)
     own[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
@@ -163,20 +167,23 @@ def agree(peers: Peers, description: dict[str, Any], length: int, problem: Excep
         if message is not None:
             raise ValueError(f"rank {rank} of the group: {message}")
     for rank, (_, _, _, theirs) in enumerate(told):
-        for name, value in told[0][3].items():
-            if theirs[name] != value:
+        for name in told[0][3] | theirs:  # Other names: the ranks make calls of different kinds.
+            first, other = told[0][3].get(name, "nothing"), theirs.get(name, "nothing")
+            if first != other:
                 raise ValueError(
-                    f"{name}: expected the same on all ranks, got {value} on rank 0 and {theirs[name]} on rank {rank}"
+                    f"{name}: expected the same on all ranks, got {first} on rank 0 and {other} on rank {rank}"
                 )
     return peers._replace(lengths=tuple(length for length, *_ in told), threads=max(x for _, x, *_ in told))
 
 
 def _short(value: Any) -> str:
     """Return a description that fits its room: what is too long is cut, and compared by its hash."""
-    text = str(value)
-    if len(text) <= MAX_FACT_CHARACTERS:
-        return text
-    return f"{text[:MAX_FACT_CHARACTERS]}... ({sha256(text.encode()).hexdigest()[:16]})"
+    text = ADDRESS.sub("", str(value))
+    return text if len(text) <= MAX_FACT_CHARACTERS else f"{text[:MAX_FACT_CHARACTERS]}... ({_hash(text)})"
+
+
+def _hash(text: str) -> str:
+    return sha256(text.encode(errors="replace")).hexdigest()[:16]
 
 
 def _device_of(group: dist.ProcessGroup) -> torch.device:

@@ -34,7 +34,6 @@ class Keys(NamedTuple):
 
 def attend(method: Window, call: Call, peers: Peers, runs: Runs | None) -> Tensor:
     """Return the output of this rank's queries (..., heads, n, e)."""
-    call = call.factored()
     q, k, v = call.folded()
     keep, shape = call.keep(), k.shape[:2]
     shown = torch.ones(shape, dtype=torch.bool, device=k.device) if keep is None else keep

@@ -15,6 +15,8 @@ def run(folders: list[Path], root: Path, out: Path, theory: Path | None = None) 
     runs = [found for folder in folders for found in all_runs(folder) or [Run.open(folder)]] or all_runs(root)
     if not runs:
         raise UsageError(f"RUN: expected at least one run in {root}, got none")
+    if out.is_dir():
+        raise UsageError(f"--out: expected a file, got the folder {out}")
     try:
         write_whole(out, page(runs, [] if theory is None else claims(theory)).encode())
     except OSError as error:

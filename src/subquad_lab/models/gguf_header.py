@@ -15,7 +15,7 @@ from pathlib import Path
 from subquad_lab.system.regular_file import open_regular
 
 VERSIONS = (2, 3)
-STRING, ARRAY = 8, 9
+UINT32, STRING, ARRAY = 4, 8, 9
 SCALAR_BYTES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
 # Elements and bytes of a block, by the number of the type.
 BLOCKS = {
@@ -81,9 +81,10 @@ def _walk(cursor: _Cursor) -> int:
         if not key or key in keys:
             raise ValueError(f"duplicate key {key[:80]!r}" if key else "a key is empty")
         keys.add(key)
-        if key == "general.alignment" and kind == 4:
-            (alignment,) = struct.unpack_from("<I", cursor.content, cursor.at)
-        _skip_value(cursor, kind)
+        if key == "general.alignment" and kind == UINT32:
+            alignment = cursor.number("I")
+        else:
+            _skip_value(cursor, kind)
     if not 1 <= alignment <= 1 << 16:
         raise ValueError(f"expected an alignment of 1 to 65,536, got {alignment}")
     places = sorted(_tensor(cursor) for _ in range(tensors))

@@ -233,7 +233,8 @@ def with_config(given: dict[str, Any], experiment: Configured[Any] | None) -> di
         return given | {"config": None, "out": ""}
     rest: dict[str, Any] = given.pop(experiment.name)
     if "sequence_parallel" in given:  # before or after the name of the experiment
-        rest["sequence_parallel"] = max(given["sequence_parallel"], rest["sequence_parallel"])
+        is_default = rest["sequence_parallel"] == 1
+        rest["sequence_parallel"] = given["sequence_parallel"] if is_default else rest["sequence_parallel"]
     kind = experiment.config
     config = kind(**{field.name: rest.pop(field.name) for field in fields(kind) if field.name in rest})
     del rest["config"], rest["preset"]

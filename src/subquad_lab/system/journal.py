@@ -19,7 +19,7 @@ from typing import Any
 
 from subquad_lab import RunError
 from subquad_lab.system.checksums import Damaged
-from subquad_lab.system.files import NO_LINK
+from subquad_lab.system.files import NO_LINK, json_object
 
 try:
     import fcntl
@@ -93,7 +93,7 @@ class Journal:
                 if checksum != _chained(self._checksum, text):
                     raise Damaged(f"{self.path}: line {len(self._records) + 1} does not match its checksum: the file "
                                   "was changed, or made by an earlier version; use a new folder")  # fmt: skip
-                self._records.append(json.loads(text))
+                self._records.append(json_object(text.encode(), self.path))
                 self._size, self._checksum = self._size + len(line), checksum
 
 

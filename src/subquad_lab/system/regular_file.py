@@ -49,8 +49,10 @@ def _refusal(path: str | PathLike[str], kind: int) -> OSError:
     return OSError(errno.EINVAL, f"expected a regular file, got {KINDS.get(kind, 'something else')}", os.fspath(path))
 
 
-def read_regular(path: str | PathLike[str], max_bytes: int) -> bytes:
+def read_regular(path: str | PathLike[str], max_bytes: int | None = None) -> bytes:
     """Return the content of a regular file; raise OSError for anything else, or if it is larger than `max_bytes`.
+
+    Without `max_bytes`, a file that is larger than the memory raises MemoryError.
 
     Example:
         >>> import pathlib, tempfile
@@ -61,6 +63,8 @@ def read_regular(path: str | PathLike[str], max_bytes: int) -> bytes:
         b'some words'
     """
     with open_regular(path) as file:
+        if max_bytes is None:
+            return file.read()
         size = os.fstat(file.fileno()).st_size
         content = file.read(max_bytes + 1) if size <= max_bytes else b""  # A file can grow, and /proc says 0.
     if max(size, len(content)) > max_bytes:

@@ -10,6 +10,7 @@ once the new one exists.
 """
 
 import json
+import re
 import secrets
 import shutil
 from collections.abc import Iterable
@@ -24,9 +25,11 @@ from torch import Tensor
 from subquad_lab import RunError
 from subquad_lab.system.checksums import SUMS, Damaged, as_lines, digest
 from subquad_lab.system.files import sync_folder, write_synced
+from subquad_lab.system.regular_file import read_regular
 from subquad_lab.system.text import warn
 
 TENSORS, STATE = "tensors.safetensors", "state.json"
+NAME = re.compile(r"[0-9]{8}|[1-9][0-9]{8,17}", re.ASCII)  # of a checkpoint's folder; other names are not ours
 HIDDEN = (".new", ".old")  # how the names of folders begin that are being written or removed
 
 
@@ -80,8 +83,8 @@ def load(path: Path) -> Checkpoint:
         Damaged: If a single bit differs from what was written.
     """
     try:
-        contents = {name: (path / name).read_bytes() for name in (TENSORS, STATE)}
-        sums = (path / SUMS).read_bytes()
+        *both, sums = (read_regular(path / name) for name in (TENSORS, STATE, SUMS))
+        contents = dict(zip((TENSORS, STATE), both, strict=True))
     except OSError as error:
         raise Damaged(f"checkpoint {path}: {Path(error.filename or path).name}: {error.strerror}") from error
     if sums != _sums(contents):
@@ -103,7 +106,7 @@ def newest_state(folder: Path) -> dict[str, Any] | None:
         for number in reversed(found):
             path = folder / _name(number)
             try:
-                content, sums = (path / STATE).read_bytes(), (path / SUMS).read_bytes()
+                content, sums = read_regular(path / STATE), read_regular(path / SUMS)
             except OSError:
                 continue
             if f"{digest(content)}  {STATE}".encode() in sums.splitlines():
@@ -156,7 +159,7 @@ def numbers(folder: Path) -> list[int]:
     """Return the numbers of the checkpoints in a folder in ascending order."""
     if not folder.is_dir():
         return []
-    return sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal())
+    return sorted(int(path.name) for path in folder.iterdir() if NAME.fullmatch(path.name))
 
 
 def next_number(folder: Path) -> int:

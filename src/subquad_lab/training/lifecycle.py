@@ -68,7 +68,7 @@ def check_batch(config: Training, sharing: int) -> None:
     if config.batch % (count * config.accumulate):
         what = "processes" if sharing == 1 else f"groups of {sharing} processes"
         parts = f"{count} {what} x {config.accumulate} accumulation steps"
-        raise UsageError(f"batch: expected a multiple of {parts}, got {config.batch}")
+        raise UsageError(f"batch: expected a multiple of {parts}, got {config.batch}; change the number of processes")
 
 
 def create(

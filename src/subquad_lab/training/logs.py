@@ -13,6 +13,7 @@ from typing import Any
 from subquad_lab import RunError
 from subquad_lab.system.checksums import Damaged, digest
 from subquad_lab.system.files import NO_LINK, append
+from subquad_lab.system.regular_file import read_regular
 
 Mark = dict[str, Any]  # {"bytes": size, "sha256": checksum of the first `size` bytes}
 
@@ -57,19 +58,25 @@ class Log:
         if mark is not None:
             check(self.path, content, mark)
             if len(content) > mark["bytes"]:
-                handle = os.open(self.path, os.O_WRONLY | NO_LINK)
-                try:
-                    os.ftruncate(handle, mark["bytes"])
-                finally:
-                    os.close(handle)
+                self._truncate(mark["bytes"])
             content = content[: mark["bytes"]]
         self.size, self._hash = len(content), hashlib.sha256(content)
+
+    def _truncate(self, size: int) -> None:
+        try:
+            handle = os.open(self.path, os.O_WRONLY | NO_LINK)
+            try:
+                os.ftruncate(handle, size)
+            finally:
+                os.close(handle)
+        except OSError as error:
+            raise RunError(f"cannot write {self.path}: {error.strerror}") from error
 
 
 def content_of(path: Path) -> bytes:
     """Return the content of a log; empty if it does not exist yet."""
     try:
-        return path.read_bytes()
+        return read_regular(path)
     except FileNotFoundError:
         return b""
     except OSError as error:

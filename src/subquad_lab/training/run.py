@@ -28,7 +28,17 @@ import yaml
 
 import subquad
 from subquad_lab import RunError, UsageError
-from subquad_lab.system.checksums import SUMS, Damaged, is_listed, read_listed, read_listed_json, unlist, write_listed
+from subquad_lab.system.checksums import (
+    MAX_SUMS_BYTES,
+    SUMS,
+    Damaged,
+    is_listed,
+    read_listed,
+    read_listed_json,
+    unlist,
+    write_listed,
+)
+from subquad_lab.system.regular_file import read_regular
 from subquad_lab.training import checkpoint, logs
 from subquad_lab.training.logs import Log, Mark
 
@@ -240,7 +250,7 @@ def all_runs(root: Path) -> list[Run]:
 def _lists_a_run(sums: Path) -> bool:
     """Return whether a SHA256SUMS, which may be damaged, is that of a run: other folders have no run.json."""
     try:
-        return f"  {ABOUT}\n".encode() in sums.read_bytes()
+        return f"  {ABOUT}\n".encode() in read_regular(sums, MAX_SUMS_BYTES)
     except OSError:
         return False
 

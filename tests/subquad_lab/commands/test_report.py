@@ -171,3 +171,9 @@ def test_damaged_records_are_told(trained, complaint, tmp_path):
     line = complaint(["report", str(trained), "--out", str(tmp_path / "r.html")])
     assert f"{trained / 'run.json'}: not a valid JSON file" in line
     assert not (tmp_path / "r.html").exists()
+
+
+@pytest.mark.parametrize("folder", [".", "/"])
+def test_a_folder_as_the_file_is_refused_in_one_line(trained, tmp_path, capfd, folder):
+    assert main(["report", "--root", str(tmp_path / "runs"), "--out", folder]) == 2
+    assert capfd.readouterr().err == f"subquad: error: --out: expected a file, got the folder {folder}\n"

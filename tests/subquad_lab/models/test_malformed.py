@@ -226,7 +226,8 @@ def gguf(
     return head + bytes(-len(head) % 32 + data)
 
 
-GOOD = gguf(ARCHITECTURE, LISTED, value(b"n", 4, bytes(4)), tensors=(tensor(), tensor(b"u", offset=32)))
+ALIGNMENT = value(b"general.alignment", 4, struct.pack("<I", 32))
+GOOD = gguf(ARCHITECTURE, LISTED, ALIGNMENT, tensors=(tensor(), tensor(b"u", offset=32)))
 FILES = {
     "is empty": b"",
     "has another magic": gguf(magic=b"GGML"),

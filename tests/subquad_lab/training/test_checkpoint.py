@@ -199,3 +199,25 @@ def test_names_of_tensors_are_no_paths(tmp_path):
     checkpoint.save(tmp_path / "all", 1, Checkpoint({"../../outside": torch.zeros(1)}, {}))
     assert checkpoint.load(tmp_path / "all" / "00000001").tensors.keys() == {"../../outside"}
     assert [path.name for path in tmp_path.iterdir()] == ["all"]
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+@pytest.mark.parametrize("name", [TENSORS, checkpoint.STATE, SUMS])
+def test_a_pipe_in_a_checkpoint_is_damage_and_not_waited_for(name, saved):
+    (saved / name).unlink()
+    os.mkfifo(saved / name)
+    with pytest.raises(Damaged, match=f"{name}: expected a regular file, got a named pipe"):
+        checkpoint.load(saved)
+    if name != TENSORS:
+        with pytest.raises(Damaged, match=r"expected an intact state.json, got 1 damaged checkpoints"):
+            checkpoint.newest_state(saved.parent)
+
+
+def test_names_that_no_checkpoint_has_are_left_alone(saved):
+    folder = saved.parent
+    for name in ("5", "\u0663", "000000002", "notes"):
+        (folder / name).mkdir()
+    for number in (2, 3, 4):
+        checkpoint.save(folder, number, SMALL)
+    assert checkpoint.numbers(folder) == [3, 4]
+    assert {path.name for path in folder.iterdir()} == {"5", "\u0663", "000000002", "notes", "00000003", "00000004"}

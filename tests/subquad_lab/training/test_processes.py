@@ -218,6 +218,11 @@ class TestSharedSequences:
     def test_one_process_shares_nothing(self, text, tmp_path, capsys):
         assert main(command(text, tmp_path, SHARED)) == 2
         assert "expected a divisor of the number of processes, 1, got 2" in capsys.readouterr().err
+        train, *rest = command(text, tmp_path, "--steps=1")
+        none = "--sequence-parallel=0"
+        for line in ([train, none, *rest], [train, *rest, none]):
+            assert main(line) == 2
+            assert "expected a divisor of the number of processes, 1, got 0" in capsys.readouterr().err
         assert not list(tmp_path.glob("language-*"))
         assert main(["train", "--resume", "x", SHARED, "--lr=1"]) == 2
         assert "no option but --sequence-parallel, got also '--lr=1'" in capsys.readouterr().err

@@ -1,5 +1,6 @@
 """The files of a run: every damage is noticed, a crash at any moment damages nothing, other runs are shown."""
 
+import os
 import random
 import re
 import shutil
@@ -11,13 +12,14 @@ from pathlib import Path
 import pytest
 
 from small_runs import broken_off, listed, resume, start, tiny, unfinish
-from subquad_lab import UsageError
+from subquad_lab import RunError, UsageError
 from subquad_lab.cli import main
 from subquad_lab.commands.runs import cells, row
 from subquad_lab.experiments.language import EXPERIMENT
 from subquad_lab.experiments.stored import experiment_of
 from subquad_lab.system.checksums import SUMS, Damaged, read_sums, write_listed
 from subquad_lab.training import lifecycle, seeds
+from subquad_lab.training.logs import Log
 from subquad_lab.training.run import METRICS, Run, all_runs
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -260,3 +262,24 @@ def test_a_run_of_an_earlier_version_names_the_reason(trained):
     unfinish(trained)
     with pytest.raises(Damaged, match="an earlier version of subquad made this run"):
         Run(trained).rewind({METRICS: 7, "timing.jsonl": 7})
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs named pipes")
+def test_a_pipe_in_a_folder_of_runs_is_not_waited_for(tmp_path):
+    (tmp_path / "run").mkdir()
+    os.mkfifo(tmp_path / "run" / SUMS)
+    assert all_runs(tmp_path) == []
+    os.mkfifo(tmp_path / METRICS)
+    with pytest.raises(Damaged, match=f"{METRICS}: expected a regular file, got a named pipe"):
+        Log(tmp_path / METRICS).rewind(None)
+
+
+def test_a_log_behind_a_link_is_not_truncated(tmp_path):
+    mine, link = Log(tmp_path / "mine"), tmp_path / METRICS
+    mine.append(b"one\n")
+    mark = mine.mark()
+    mine.append(b"two\n")
+    link.symlink_to(mine.path)
+    with pytest.raises(RunError, match=f"cannot write .*{METRICS}"):
+        Log(link).rewind(mark)
+    assert mine.path.read_bytes() == b"one\ntwo\n"

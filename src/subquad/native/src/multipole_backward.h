@@ -97,7 +97,7 @@ template <class T> class MultipoleGradient {
   // From logits and do.v to weights and slopes, in place, of row r.
   void differentiate(T* logits, T* products, Size size, Size r) const {
     for (Size j = 0; j < size; j += lanes<T>) {
-      const vec<T> p = exp(load(logits + j) - levels[r]);
+      const vec<T> p = share(load(logits + j) - levels[r]);
       store(logits + j, p);
       // 0 for a key that the row does not see, whatever its value.
       store(products + j, p == 0 ? vec<T>{} : p * (load(products + j) - deltas[r]));

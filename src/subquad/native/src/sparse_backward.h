@@ -21,7 +21,7 @@ template <class T> vec<T> slope_of_cap(vec<T> capped, T softcap) {
 }
 
 // exp(x - level), and 0 for a pair that is not seen, whatever the level is.
-template <class T> vec<T> weight(vec<T> x, vec<T> level) { return x > T(-INFINITY) ? exp(x - level) : vec<T>{}; }
+template <class T> vec<T> weight(vec<T> x, vec<T> level) { return x > T(-INFINITY) ? share(x - level) : vec<T>{}; }
 
 // The pass by queries; it also writes delta_i = do_i.out_i for the other one.
 template <class T> class SparseQueryGradient {

@@ -127,4 +127,8 @@ inline vec<double> exp(vec<double> x) {
   return x < -708.0 ? vec<double>{} : y;
 }
 
+// exp(x - level) of a weight and the logarithm of the sum that it belongs to, so at most 1. Large logits, computed
+// again in another order, exceed their level by rounding, and exp() would then leave its range.
+template <class Vector> inline Vector share(Vector exponent) { return exp(exponent > 0 ? Vector{} : exponent); }
+
 }  // namespace subquad::SUBQUAD_ISA
