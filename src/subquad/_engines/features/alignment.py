@@ -8,6 +8,7 @@ log-scale is the last column of the keys, divided by the factor that all columns
 Axes: b batch and key heads, g query heads per key head, n queries, m keys, d width.
 """
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -17,7 +18,9 @@ from subquad._calls.call import Call
 from subquad._calls.layout import Layout
 from subquad._engines.features.kernel import root_scales
 from subquad._engines.finite import widen
+from subquad._torch_internals import has_numbers, is_recorded
 from subquad.methods.method import FeatureMethod, Vectors
+from subquad.methods.tables import constant
 
 
 class Coordinates(NamedTuple):
@@ -68,6 +71,24 @@ class Coordinates(NamedTuple):
         of_query, of_key = self.roots
         vectors = [factor, -of_query * query_shift, 1 / factor, -of_key * shift / factor, of_query * query_shift]
         return torch.stack(vectors, 1)
+
+
+def packed(method: FeatureMethod, layout: Layout, scale: float, like: Tensor, heads: int | None = None) -> Tensor:
+    """Return `Coordinates.packed`, kept from one call to the next; arguments as for `Coordinates.of`."""
+    if torch.compiler.is_compiling() or is_recorded() or not has_numbers(like):
+        return Coordinates.of(method, layout, scale, like, heads).packed(layout.width)
+    own = replace(layout, batch=(), group=1, queries=1, keys=1, value_width=1)
+    return _kept(method.key_shift, method.query_shift, method.balance, own, scale, like.dtype, heads)
+
+
+@constant
+def _kept(
+    key_shift: Vectors | None, query_shift: Vectors | None, balance: Vectors | None, layout: Layout, scale: float,
+    dtype: torch.dtype, heads: int | None,
+) -> Tensor:  # fmt: skip
+    named, like = dict(key_shift=key_shift, query_shift=query_shift, balance=balance), torch.empty(0, dtype=dtype)
+    vectors = (_for_heads(name, x, layout, heads, like.to(layout.device)) for name, x in named.items())
+    return Coordinates(*vectors, root_scales(scale)).packed(layout.width)  # type: ignore[call-arg, arg-type]
 
 
 def as_packed(packed: Tensor, is_tilted: bool, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:

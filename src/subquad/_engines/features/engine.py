@@ -14,7 +14,7 @@ from torch import Tensor
 from subquad._calls.call import Call
 from subquad._calls.state import State
 from subquad._calls.sums import Sums
-from subquad._engines.features.alignment import Coordinates
+from subquad._engines.features.alignment import Coordinates, packed
 from subquad._engines.features.at_once import run_at_once
 from subquad._engines.features.choose_form import Form, choose_form, is_fusable, sizes_of
 from subquad._engines.features.forms import Beside, run_form
@@ -46,11 +46,10 @@ def run(method: Any, call: Call, form: Form | None = None, chunk: int | None = N
         is_step = form == "step" and is_served and before is not None and _is_simple_step(features, tokens, before)
         coordinates = None
         if features.is_aligned:
-            into = Coordinates.of(features, call.layout, call.logit_scale, k, heads)
             if form == "fused" or is_step:  # The kernels do it where they read the tokens.
-                coordinates = into.packed(call.layout.width)
+                coordinates = packed(features, call.layout, call.logit_scale, k, heads)
             else:
-                q, k = into(q, k)
+                q, k = Coordinates.of(features, call.layout, call.logit_scale, k, heads)(q, k)
                 tokens = tokens._replace(q=q, k=k)
         if needs_features(features, form) and not has_open_size(call.layout.rows):
             heads = (
