@@ -14,6 +14,8 @@ from subquad.methods.block_sparse import BlockSparse
 from subquad.methods.error_estimate import ErrorEstimate
 from subquad.methods.exact import Exact
 from subquad.methods.feature_map import FeatureMap
+from subquad.methods.hedgehog import Hedgehog
+from subquad.methods.hybrid import Hybrid
 from subquad.methods.linear import Linear
 from subquad.methods.multipole import Multipole
 from subquad.methods.random_features import RandomFeatures, optimal_scale
@@ -40,7 +42,7 @@ __version__ = "0.1.0"
 __all__ = [
     # compute
     "attention", "normalizer", "decompositions", "Decoder", "Exact", "Taylor", "RandomFeatures", "Linear", "Separable",
-    "Window", "BlockSparse", "Multipole", "Auto", "FeatureMap", "State",
+    "Hedgehog", "Window", "BlockSparse", "Hybrid", "Multipole", "Auto", "FeatureMap", "State",
     # predict
     "cost", "multihead_cost", "crossover", "error", "needed_degree", "needed_features", "optimal_scale", "logit_range",
     "measure_error", "fit", "plan",

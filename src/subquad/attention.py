@@ -7,7 +7,9 @@
     RandomFeatures   w ~ exp(x), from r projections
     Linear           w = x, or products of elu + 1, or of relu
     Separable        w = softmax of q over the width, times softmax of k over the length
+    Hedgehog         w = products of softmax features that are learned
     Window           w = exp(x) for the nearest keys and the first ones, 0 for all others
+    Hybrid           w = exp(x) for the nearest keys, those of a feature method for all earlier ones
     BlockSparse      w = exp(x) in the blocks of a layout, 0 elsewhere
     Multipole        w = exp(x) for near and important keys, the moments of blocks for all others
     Auto             the cheapest within an error budget
@@ -142,7 +144,8 @@ def attention(
             its square root.
         enable_gqa: Let several query heads share a key head, as in torch.
         method: A method, an object with the `FeatureMap` protocol, or a name: "exact", "taylor" or "taylor:DEGREE",
-            "random:FEATURES", "linear:ACTIVATION", "separable", "window:SIZE", "multipole:TOP" or "auto:ERROR".
+            "random:FEATURES", "linear:ACTIVATION", "separable", "window:SIZE", "multipole:TOP", "hedgehog" (in modules, which make its
+            parameters) or "auto:ERROR"; "window:SIZE+METHOD" is a `Hybrid`.
         key_padding_mask: (..., m) or (..., key heads, m), True = attend.
         segment_ids: (..., n), integers, with n = m, for packed sequences: tokens see only their own segment, a run of
             equal ids.

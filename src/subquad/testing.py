@@ -93,8 +93,9 @@ class FeatureMapConformance:
 
     def test_features_have_the_declared_size(self) -> None:
         features, log_scale = self._features(self._inputs()[1], is_query=False)
-        assert features.shape == (2, 3, self.length, self.method.size(self.width)), tuple(features.shape)
-        assert log_scale.shape == (2, 3, self.length), tuple(log_scale.shape)
+        lead = (2, self._heads, self.length)
+        assert features.shape == (*lead, self.method.size(self.width)), tuple(features.shape)
+        assert log_scale.shape == lead, tuple(log_scale.shape)
         assert bool(features.isfinite().all()), "features of finite inputs are not finite"
 
     def test_features_of_a_token_depend_only_on_that_token(self) -> None:
@@ -182,9 +183,16 @@ class FeatureMapConformance:
         assert output.dtype == torch.float16
         assert torch.equal(output, wide.to(torch.float16)), "the computation was not in float32"
 
+    @property
+    def _heads(self) -> int:
+        """Heads of the inputs: those that the map has parameters for."""
+        heads: int = getattr(self.method, "heads", 3)
+        return heads
+
     def _inputs(self) -> tuple[Tensor, Tensor, Tensor]:
         generator = torch.Generator().manual_seed(0)
-        q, k, v = (torch.randn(2, 3, self.length, width, generator=generator) for width in (self.width, self.width, 5))
+        lead, widths = (2, self._heads, self.length), (self.width, self.width, 5)
+        q, k, v = (torch.randn(*lead, width, generator=generator) for width in widths)
         return q.to(self.dtype), k.to(self.dtype), v.to(self.dtype)
 
     def _features(self, x: Tensor, is_query: bool) -> tuple[Tensor, Tensor]:

@@ -119,7 +119,7 @@ def bench(
 
     Args:
         methods: Comma-separated methods: taylor:DEGREE, random:FEATURES, linear:ACTIVATION, separable, window:SIZE,
-            multipole:TOP, exact.
+            multipole:TOP, window:SIZE+METHOD, exact.
         lengths: Comma-separated sequence lengths.
         heads: Number of heads.
         head_dim: Head dimension.

@@ -496,11 +496,16 @@ def test_labels_are_short() -> None:
 
 @pytest.mark.parametrize("method", [Window(None), Window(5), Multipole(window=4, sinks=2, block=2, top=2)])
 def test_gradients_of_huge_logits_are_shares(method) -> None:
-    """The backward pass computes the logits again in another order: they may exceed their sum by rounding."""
+    """The backward pass of few queries computes the logits again in another order, and rounding exceeds their level."""
     for seed in range(20):
         generator = torch.Generator().manual_seed(seed)
-        q, k, v = (torch.randn(1, 2, 40, 16, generator=generator) for _ in range(3))
-        q, k = 3e4 * q, 3e4 * k  # logits of 1e10, whose neighbors in float32 are 1024 apart
+        q, k, v = (torch.randn(1, 2, 8, 16, generator=generator) for _ in range(3))
+        q, k = 1e4 * q, 1e4 * k  # logits of 1e9, whose neighbors in float32 are 64 apart
         v.requires_grad_()
-        (grad,) = torch.autograd.grad(attention(q, k, v, is_causal=True, method=method).sum(), v)
-        assert grad.isfinite().all() and float(grad.abs().max()) <= 40.001  # shares of 40 queries
+        outputs, state = [], None
+        for piece in (slice(0, 3), slice(3, 5), slice(5, 8)):
+            tokens = (x[:, :, piece] for x in (q, k, v))
+            output, state = attention(*tokens, is_causal=True, method=method, state=state, return_state=True)
+            outputs.append(output)
+        (grad,) = torch.autograd.grad(torch.cat(outputs, 2).sum(), v)
+        assert grad.isfinite().all() and float(grad.abs().max()) <= 8.001  # shares of 8 queries

@@ -4,6 +4,7 @@
     Exact            the keys and values themselves: grows with the length
     Window           the last keys and values, and the first ones: a fixed size
     Multipole        the same, without hidden keys, far ones in blocks with their moments
+    Hybrid           the keys of its window, and the sums of all earlier ones: a fixed size
 
 A sequence cut anywhere, and resumed from its state, gives the result of the whole.
 """
@@ -19,7 +20,7 @@ from torch import Tensor
 from subquad._calls.layout import Layout
 from subquad._calls.sums import Sums, merge
 from subquad._torch_internals import register_container
-from subquad.methods import BUILT_IN, BlockSparse
+from subquad.methods import BUILT_IN, BlockSparse, Hedgehog, Hybrid
 
 Rest = tuple[object, int, float, tuple[int, int] | None]  # what a state has besides tensors
 SCALE_TOLERANCE = 1e-6  # relative: one user writes 1 / sqrt(d), another d ** -0.5
@@ -59,7 +60,7 @@ class State:
         method: The method that made it, and the only one that it serves.
         length: The number of keys seen.
         scale: The factor of the logits, and the only one that it serves.
-        sums: (..., heads, r, e + 1), float32 or wider.
+        sums: (..., heads, r, e + 1), float32 or wider; e + 2 for `Hybrid`, which reads the normalizer as a value.
         poison: (..., heads), 0, or NaN once a non-finite key or value was seen.
         log_scale: The sums are to be multiplied by its exp(): (..., heads, 1), or (..., heads, r) for `Separable`.
         segment: (..., heads), the segment of the last key, where segments are used.
@@ -192,7 +193,7 @@ register_container(
     lambda tensors, context: _made(context[0], dict(zip(context[1:], tensors, strict=True))),
 )
 # Plain values, which `torch.load` may restore without running code.
-torch.serialization.add_safe_globals([State, WritePermit, BlockSparse, *BUILT_IN])
+torch.serialization.add_safe_globals([State, WritePermit, BlockSparse, Hedgehog, Hybrid, *BUILT_IN])
 
 
 def _sums(state: State, segment: Tensor | None) -> Sums:
@@ -250,7 +251,7 @@ def check_state(
         raise ValueError(f"state: it was made {made} segment_ids; expected the next call {made} them too")
     lead, wide = (*layout.batch, layout.key_heads), torch.promote_types(dtype, torch.float32)
     expected: tuple[int, ...] = (*lead, layout.width, layout.value_width)
-    if state.sums is not None:
+    if state.sums is not None and state.keys is None:
         found, expected = tuple(state.sums.shape), (*lead, method.size(layout.width), layout.value_width + 1)
         found_dtype, wanted_dtype = state.sums.dtype, wide
     elif state.widths is not None:

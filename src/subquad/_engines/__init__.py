@@ -2,6 +2,7 @@
 
     exact        torch's scaled_dot_product_attention
     features     sums of features, in one of five forms
+    hybrid       near keys exactly, older ones by sums of features
     multipole    near keys exactly, blocks of far keys by their moments
     sparse       exact softmax over a window of keys, or over chosen blocks
 
@@ -17,6 +18,7 @@ from subquad._calls.masks import NotServed
 from subquad._calls.state import check_state
 from subquad._engines import exact
 from subquad._engines.features import engine as features
+from subquad._engines.hybrid import engine as hybrid
 from subquad._engines.multipole import engine as multipole
 from subquad._engines.result import Result
 from subquad._engines.sparse import engine as sparse
@@ -36,7 +38,7 @@ def run(method: Any, call: Call, form: Any = None, chunk: int | None = None) -> 
     name = engine_of(method)
     if call.state is not None:
         dtype = call.key.dtype
-        if name == "sparse" and call.is_autocast:  # It keeps keys as it computes with them.
+        if name in ("hybrid", "sparse") and call.is_autocast:  # It keeps keys as it computes with them.
             dtype = torch.promote_types(dtype, torch.float32)
         check_state(call.state, method, call.layout, call.segments is not None, dtype, call.logit_scale)
     if name == "exact":
@@ -46,6 +48,8 @@ def run(method: Any, call: Call, form: Any = None, chunk: int | None = None) -> 
             f"dropout_p: expected 0, got {call.dropout_p}: only exact attention has dropout on the weights. "
             'Use method="exact", or dropout on the output.'
         )
+    if name == "hybrid":
+        return hybrid.run(method, call, form, chunk)
     if name == "multipole":
         return multipole.run(method, call, form)
     if name == "sparse":

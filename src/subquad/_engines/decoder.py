@@ -14,15 +14,18 @@ from subquad._calls.call import Call
 from subquad._calls.state import State, check_scale
 from subquad._engines import engine_of, run
 from subquad._engines.features import steps as feature_steps
-from subquad._engines.features.steps import FeatureSteps
+from subquad._engines.features.steps import FeatureSteps, MappedSteps
+from subquad._engines.hybrid import steps as hybrid_steps
+from subquad._engines.hybrid.steps import HybridSteps
 from subquad._engines.multipole import step as multipole_steps
 from subquad._engines.multipole.step import MultipoleSteps
 from subquad._engines.sparse import steps as window_steps
 from subquad._engines.sparse.steps import WindowSteps
 
-Steps = FeatureSteps | MultipoleSteps | WindowSteps
+Steps = FeatureSteps | HybridSteps | MappedSteps | MultipoleSteps | WindowSteps
 PREPARED = {
-    "features": feature_steps.prepared, "multipole": multipole_steps.prepared, "sparse": window_steps.prepared,
+    "features": feature_steps.prepared, "hybrid": hybrid_steps.prepared, "multipole": multipole_steps.prepared,
+    "sparse": window_steps.prepared,
 }  # fmt: skip
 
 
@@ -86,7 +89,7 @@ class Decoder:
         output, state, _ = run(self._state.method, call)
         assert state is not None
         self._state = state
-        if engine_of(state.method) in ("multipole", "sparse"):  # The state has new room, or its first keys.
+        if engine_of(state.method) in ("hybrid", "multipole", "sparse"):  # The state has new room, or its first keys.
             self._steps = self._prepared(query, key, value)
         return output
 

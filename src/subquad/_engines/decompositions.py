@@ -65,10 +65,9 @@ def _features_forward(*arguments: Any) -> list[Tensor]:
 
 
 def _sparse_forward(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *others: Any) -> tuple[Tensor, ...]:
-    """Compute `subquad::sparse`; as above."""
+    """Compute `subquad::sparse`: the poison is already in the output."""
     arguments = (q, k, v, sinks, *others)
     scale, softcap = arguments[PATTERN.stop :]
     q, k, v = widen(q), widen(k), widen(v)
-    output = attend_at_once(q * scale, k, v, Pattern(*arguments[PATTERN]), softcap, sinks)
-    nothing = output.new_zeros(output.shape[:3])
-    return output, nothing, nothing
+    output, level = attend_at_once(q * scale, k, v, Pattern(*arguments[PATTERN]), softcap, sinks)
+    return output, level, output.new_zeros(output.shape[:3])

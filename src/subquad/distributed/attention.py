@@ -23,7 +23,7 @@ from subquad.attention import quiet_attention, resolve, warn_about
 from subquad.distributed import exact, features, multipole, window
 from subquad.distributed.peers import Peers, agree
 from subquad.distributed.segments import Runs, number_runs
-from subquad.methods import AnyMethod, BlockSparse, Exact, MethodLike, Window
+from subquad.methods import AnyMethod, BlockSparse, Exact, Hybrid, MethodLike, Window
 from subquad.planning.auto import Auto
 
 
@@ -137,6 +137,8 @@ def _divisible(method: AnyMethod | Auto) -> AnyMethod:
             f"method: {type(method).__name__} needs the whole sequence, which no rank holds; use a feature method, "
             "Window, Multipole or Exact"
         )
+    if isinstance(method, Hybrid):
+        raise NotServed(f"method: {method.label} is not supported on several ranks; use Window or a feature method")
     return method
 
 

@@ -162,7 +162,7 @@ def differentiated(
     if is_served(q, held.k, held.v, None):
         rest = (None, *pattern, scale, None, True, True)
         level = torch.where(level == NEVER, torch.inf, level)
-        found = torch.ops.subquad.sparse_backward(grad, output, level, poison, q, held.k, held.v, *rest)
+        found = torch.ops.subquad.sparse_backward(grad, None, output, level, poison, q, held.k, held.v, *rest)
         return found[0], found[1], found[2]
     wide = [widen(x) for x in (q, held.k, held.v)]
     q, k, v = (cleaned(x) for x in wide)

@@ -16,17 +16,18 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from subquad._calls.call import Call
 from subquad._calls.state import State
 from subquad._engines.features.alignment import aligned
+from subquad._engines.features.mapped import mapped
 from subquad.distributed.gathered import Gathered
 from subquad.distributed.in_turn import InTurn
 from subquad.distributed.peers import Peers
 from subquad.distributed.segments import Runs
 from subquad.distributed.setup import Setup, Tokens
-from subquad.methods.method import feature_method
+from subquad.methods.method import UserMap, feature_method
 
 GATHERED_OVERHEAD = 0.45  # time for adding up keys, over that of causal attention, on one thread
 
@@ -34,17 +35,18 @@ GATHERED_OVERHEAD = 0.45  # time for adding up keys, over that of causal attenti
 def attend(method: Any, call: Call, peers: Peers, runs: Runs | None) -> tuple[Tensor, State | None]:
     """Return the output of this rank's queries (..., heads, n, e), and the state of all ranks' keys if wanted."""
     features = feature_method(method)
-    q, k = aligned(features, call)
     names = ("key_shift", "query_shift", "balance")
     vectors = {name: None for name in names if getattr(features, name) is not None}
-    plain = replace(method, **vectors) if vectors else method
+    plain, whole = replace(method, **vectors) if vectors else method, call
+    if isinstance(features, UserMap):  # Outside the exchange, so that plain differentiation finds its parameters.
+        plain, call = mapped(features, call)[:2]
+    q, k = aligned(features, call)
     tokens = Tokens(q, k, call.folded()[2], call.keep(), None if runs is None else runs.numbers)
     setup = Setup(plain, tokens, peers, _folded(plain, call), call.is_causal, call.logit_scale, call.return_state)
     exchange = InTurn(setup) if runs_in_turn(setup) else Gathered(setup)
-    learned = method.parameters() if isinstance(method, nn.Module) else ()
     sums = None if setup.before is None else setup.before.sums
-    output, total = exchange.run(tokens.q, tokens.k, tokens.v, sums, *learned)
-    state = _after(method, call, peers, runs, replace(exchange.total, sums=total)) if call.return_state else None
+    output, total = exchange.run(tokens.q, tokens.k, tokens.v, sums)
+    state = _after(method, whole, peers, runs, replace(exchange.total, sums=total)) if call.return_state else None
     return call.unfolded(output), state
 
 
@@ -61,7 +63,7 @@ def _folded(method: Any, call: Call) -> State | None:
     named: dict[str, Any] = {name: x.reshape(rows, 1, *x.shape[lead:]) for name, x in state._tensors().items()}
     if state.segment is not None:
         named["segment"] = torch.zeros_like(named["segment"])  # The runs are numbered from that of the state on.
-    return State(method, state.length, state.scale, **named)
+    return State(method, state.length, call.logit_scale, **named)
 
 
 def _after(method: Any, call: Call, peers: Peers, runs: Runs | None, total: State) -> State:

@@ -41,14 +41,14 @@ class Gathered(Exchange):
 
     def forward(self, *tensors: Any) -> tuple[Tensor, ...]:
         setup = self.setup
-        q, k, v, _, *learned = tensors
+        q, k, v, _ = tensors
         tokens = setup.tokens._replace(q=q, k=k, v=v)
-        travelling = [self._add_up(tokens.heads(rows), learned) for rows in setup.groups]
+        travelling = [self._add_up(tokens.heads(rows)) for rows in setup.groups]
         totals, whole = [], None
         for rows, (parcel, gathering) in zip(setup.groups, travelling, strict=True):
             states = [self._opened(parcel, data, rank) for rank, data in enumerate(gathering.wait())]
             views = self._views(states, setup.before_of(rows))[setup.peers.rank]
-            whole = placed(self._read(tokens.heads(rows), views, learned), rows, whole, len(q))
+            whole = placed(self._read(tokens.heads(rows), views), rows, whole, len(q))
             has_total = views.total is not None and views.total.sums is not None
             totals.append(views.total if has_total else setup.empty(tokens.heads(rows)))
             self.states.append(states)
@@ -60,13 +60,13 @@ class Gathered(Exchange):
         self.total = replace(total, sums=None)
         return whole, total.sums
 
-    def _add_up(self, tokens: Tokens, learned: Sequence[Tensor]) -> tuple[Parcel, Gathering]:
+    def _add_up(self, tokens: Tokens) -> tuple[Parcel, Gathering]:
         """Add up the keys of some heads, and start to exchange their states."""
         k, v = self.leaf(tokens.k), self.leaf(tokens.v)
         with self.recording():
             own = tokens._replace(k=k, v=v)
             states = [self.setup.summed(own, is_last) for is_last in ((True, False) if self.is_sided else (True,))]
-        self.sums.append(Piece([k, v, *learned], [x.sums for x in states if x.sums is not None]))
+        self.sums.append(Piece([k, v], [x.sums for x in states if x.sums is not None]))
         parcel = Parcel(self.setup.empty(tokens))
         return parcel, self.setup.peers.begin_gather(torch.stack([parcel.packed(x) for x in states]))
 
@@ -85,7 +85,7 @@ class Gathered(Exchange):
         backward = accumulated([None, *(sides[1] for sides in reversed(states))])[:-1]
         return [Views(*both, total) for both in zip(forward[:-1], reversed(backward), strict=True)]
 
-    def _read(self, tokens: Tokens, views: Views, learned: Sequence[Tensor]) -> Tensor:
+    def _read(self, tokens: Tokens, views: Views) -> Tensor:
         """Return the output of some heads, and keep their graph."""
         setup = self.setup
         q, k, v = (self.leaf(x) for x in tokens[:3])
@@ -96,7 +96,7 @@ class Gathered(Exchange):
         with self.recording():
             output, _ = setup.compute(own, sides[0], sides[1])
         sums = [x.sums for x in sides if x is not None and x.sums is not None]
-        self.reads.append(Piece([q, k, v, *learned, *sums], [output]))
+        self.reads.append(Piece([q, k, v, *sums], [output]))
         return output.detach()
 
     def backward(self, *grads: Tensor | None) -> Sequence[Tensor | None]:

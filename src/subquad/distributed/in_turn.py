@@ -28,14 +28,14 @@ class InTurn(Exchange):
 
     def forward(self, *tensors: Any) -> tuple[Tensor, ...]:
         setup, peers = self.setup, self.setup.peers
-        q, k, v, _, *learned = tensors
+        q, k, v, _ = tensors
         tokens = setup.tokens._replace(q=q, k=k, v=v)
         parcels = [Parcel(setup.empty(tokens.heads(rows))) for rows in setup.groups]
         arriving = [peers.receive(parcel.room(), peers.rank - 1) for parcel in parcels] if peers.rank else []
         sent, states, whole = [], [], None
         for i, (rows, parcel) in enumerate(zip(setup.groups, parcels, strict=True)):
             before = parcel.opened(arriving[i].wait(), peers.start) if peers.rank else setup.before_of(rows)
-            output, after = self._continue(tokens.heads(rows), before, learned)
+            output, after = self._continue(tokens.heads(rows), before)
             if peers.rank + 1 < peers.size:
                 sent.append(peers.send(parcel.packed(after), peers.rank + 1))
             whole = placed(output, rows, whole, len(q))
@@ -51,10 +51,10 @@ class InTurn(Exchange):
         self.total = replace(total, sums=None)
         return whole, total.sums
 
-    def _continue(self, tokens: Tokens, before: State | None, learned: Sequence[Tensor]) -> tuple[Tensor, State]:
+    def _continue(self, tokens: Tokens, before: State | None) -> tuple[Tensor, State]:
         """Compute some heads; return their output and state, and keep their graph."""
         q, k, v = (self.leaf(x) for x in tokens[:3])
-        leaves = [q, k, v, *learned]
+        leaves = [q, k, v]
         if before is not None and before.sums is not None:
             sums = self.leaf(before.sums)
             before = replace(before, sums=sums)

@@ -5,7 +5,6 @@ Axes: b batch and key heads, g query heads per key head, n queries, m keys, d wi
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -137,6 +136,5 @@ def joined(states: Sequence[State]) -> State:
 
 
 def collected(found: Sequence[Sequence[Tensor]], sums: Tensor | None) -> list[Tensor | None]:
-    """Return the gradients of q, k, v, the sums before all ranks, and learned parameters from those of all groups."""
-    parts = list(zip(*found, strict=True))
-    return [*(torch.cat(part) for part in parts[:3]), sums, *(reduce(torch.add, part) for part in parts[3:])]
+    """Return the gradients of q, k, v and the sums before all ranks, from those of all groups."""
+    return [*(torch.cat(part) for part in zip(*found, strict=True)), sums]

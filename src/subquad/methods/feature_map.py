@@ -9,6 +9,10 @@ from torch import Tensor
 class FeatureMap(Protocol):
     """The three members that make any object, such as a learned `nn.Module`, a `method` of attention.
 
+    A map with parameters for each head may say how many it has, `heads` and `key_heads`. One that is learned may have a
+    fourth member, `for_layer(head_dim, heads, key_heads)`, which returns the map of one layer of a model; all layers
+    share a map without it.
+
     Attributes:
         positive: Whether phi(q).phi(k) >= 0 always. Then every output lies within the range of the values it sees.
 
@@ -33,9 +37,12 @@ class FeatureMap(Protocol):
         ...
 
     def __call__(self, x: Tensor, *, is_query: bool) -> Tensor | tuple[Tensor, Tensor]:
-        """Map (..., n, d) to features (..., n, r).
+        """Map (..., heads, n, d) to features (..., heads, n, r).
+
+        Queries have all query heads, keys their own, or a copy for each query head where masks differ between them.
+        Both are already multiplied by the square root of the scale.
 
         May return a pair (features, log_scale) with log_scale (..., n); the true features are then
-        `features * exp(log_scale)`. The log-scale of a query cancels in the normalizer and is not used.
+        `features * exp(log_scale)`. The log-scale of a query cancels in the normalizer; only `Hybrid` uses it.
         """
         ...

@@ -9,6 +9,7 @@ Axes: n tokens, d width, r features.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, cast
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from subquad.methods.error_estimate import UNKNOWN_ERROR, ErrorEstimate
 from subquad.methods.feature_map import FeatureMap
 
-Engine = Literal["exact", "features", "multipole", "sparse"]
+Engine = Literal["exact", "features", "hybrid", "multipole", "sparse"]
 Vectors = tuple[float, ...] | tuple[tuple[float, ...], ...]  # one, or one for each key head
 
 
@@ -150,7 +151,7 @@ class UserMap(FeatureMethod):
     """A user's `FeatureMap`, with the answers of a `FeatureMethod`.
 
     Its features are made once, before the engine's forms: the map may hold parameters, which only plain differentiation
-    finds. The forms then see them as queries and keys, keys with a last column that holds the log-scale, if any.
+    finds, and for each head its own. The forms then compute with `Given` features.
     """
 
     is_learned = True
@@ -187,16 +188,60 @@ class UserMap(FeatureMethod):
         return features.to(x.dtype), None if log_scale is None else log_scale.to(x.dtype)
 
     def traits(self, width: int) -> Traits:
-        """Count the layers of the map by running it on one token."""
+        """Count the layers of the map by running it on one token of each key head."""
         from torch.utils.flop_counter import FlopCounterMode  # here: it imports much that nothing else needs
 
         weight = next(self.map.parameters(), None) if isinstance(self.map, nn.Module) else None
-        x = torch.zeros(1, 1, width) if weight is None else weight.new_zeros(1, 1, width)
+        heads: int = getattr(self.map, "key_heads", 1)
+        x = torch.zeros(heads, 1, width) if weight is None else weight.new_zeros(heads, 1, width)
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             result = self.map(x, is_query=False)
-        return Traits(self.size(width), counter.get_total_flops() // 2, log_scales=int(isinstance(result, tuple)))
+        products = counter.get_total_flops() // (2 * heads)
+        return Traits(self.size(width), products, log_scales=int(isinstance(result, tuple)))
+
+
+@dataclass(frozen=True)
+class Given(FeatureMethod):
+    """Features that were made before the call, and take the place of its queries and keys.
+
+    With a log-scale, both have one more column, which holds that of the keys.
+    """
+
+    count: int
+    has_log_scale: bool = False
+
+    @property
+    def native_map(self) -> str | None:
+        return "logged" if self.has_log_scale else "identity"
+
+    def size(self, width: int) -> int:
+        return self.count
+
+    def features(self, x: Tensor, table: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        return x[..., : self.count], x[..., self.count] if x.shape[-1] > self.count else None
+
+    def traits(self, width: int) -> Traits:
+        return Traits(self.count, log_scales=int(self.has_log_scale))
 
 
 def feature_method(method: Any) -> FeatureMethod:
     """Return a built-in feature method itself, or a user's map with the same answers."""
     return method if isinstance(method, FeatureMethod) else UserMap(cast(FeatureMap, method))
+
+
+def for_layer(method: Any, head_dim: int, heads: int, key_heads: int | None = None) -> Any:
+    """Return the method of one layer: a map that is learned layer by layer makes its parameters, others stay.
+
+    Args:
+        method: A method, or a feature map; one with a member `for_layer(head_dim, heads, key_heads)` is asked.
+        head_dim: Width of queries and keys.
+        heads: Query heads.
+        key_heads: Key heads, `heads` by default.
+
+    Example:
+        >>> from subquad import Hedgehog, Taylor
+        >>> for_layer(Taylor(2), 16, 4), for_layer(Hedgehog(), 16, 4)
+        (Taylor(2), Hedgehog(head_dim=16, heads=4))
+    """
+    make = getattr(method, "for_layer", None)
+    return method if make is None else make(head_dim, heads, heads if key_heads is None else key_heads)

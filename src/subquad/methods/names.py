@@ -2,16 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
-from typing import Literal, get_args
-
-from subquad.methods.method import Method
+from typing import Any, Literal, get_args
 
 # Every name that `method=` accepts; some may be followed by a colon and a number or a word.
-MethodName = Literal["exact", "taylor", "random", "linear", "separable", "window", "multipole", "auto"]
+MethodName = Literal["exact", "taylor", "random", "linear", "separable", "window", "multipole", "hedgehog", "auto"]
 NAMES: tuple[str, ...] = get_args(MethodName)
 
 
-def method_named(spec: str, kinds: Mapping[str, type[Method]], more_names: Sequence[str] = ()) -> Method:
+def method_named(spec: str, kinds: Mapping[str, Any], more_names: Sequence[str] = ()) -> Any:
     """Return the method that a name stands for, with its defaults unless a colon and an argument follow.
 
     Args:
@@ -35,7 +33,7 @@ def method_named(spec: str, kinds: Mapping[str, type[Method]], more_names: Seque
         raise ValueError(f"method: {name!r} takes nothing after its name, got {spec!r}")
     default = getattr(kind(), kind.argument)
     try:
-        value = type(default)(text)
+        value = int(text) if default is None else type(default)(text)
     except ValueError:
         raise ValueError(f"method: expected an integer for {kind.argument} in {spec!r}, got {text!r}") from None
     try:

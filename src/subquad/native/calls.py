@@ -109,7 +109,7 @@ class SparseCall(Structure):
         *((name, Strided) for name in ("q", "k", "v")),
         *((name, c_void_p) for name in ("keep", "bounds", "layout", "sinks", "output", "level", "poison")),
         ("output_grad", Strided),
-        *((name, c_void_p) for name in ("delta", "q_grad", "k_grad", "v_grad")),
+        *((name, c_void_p) for name in ("level_grad", "delta", "q_grad", "k_grad", "v_grad")),
     ]  # fmt: skip
 
 

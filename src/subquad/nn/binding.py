@@ -1,6 +1,6 @@
-"""What a module needs to compute attention by a method: the random matrix and fitted vectors as buffers.
+"""What a module needs to compute attention by a method: random matrix and fitted vectors as buffers, a learned map.
 
-    bind_method(self, method, head_dim)         in __init__: sets `method`, and the buffers
+    bind_method(self, method, head_dim, heads)  in __init__: sets `method`, and the buffers
     bound_method(self)                          in forward: the method with that buffer as its matrix
 
 `quiet_attention` then computes without the warning that was given at construction.
@@ -17,24 +17,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from subquad.methods import RandomFeatures
+from subquad.methods import RandomFeatures, for_layer
 from subquad.planning.coordinates import as_tuples
 
 # Buffers that hold what `fit` has found, and the fields of the methods.
 FITTED = {"key_shift": "key_shift", "query_shift": "query_shift", "balance": "balance", "feature_scale": "scale"}
 
 
-def bind_method(module: nn.Module, method: Any, head_dim: int, like: Tensor | None = None) -> None:
+def bind_method(module: nn.Module, method: Any, head_dim: int, heads: int = 1, like: Tensor | None = None) -> None:
     """Make a method part of a module.
 
     Sets `module.method`, so that a map that is an `nn.Module` becomes a submodule, and registers the buffers
     `random_matrix`, the matrix of `RandomFeatures`, and `key_shift`, `query_shift`, `balance` and `feature_scale`, what
-    `fit` has found; each is None for methods without it.
+    `fit` has found; each is None for methods without it. A learned map without sizes, such as `Hedgehog()`, gets those
+    of the module, and parameters of its own.
 
     Args:
         module: The module that will call `attention`.
         method: A method, or None.
         head_dim: Width of the queries and keys.
+        heads: Query heads, and key heads.
         like: Tensor whose device, and dtype if wider than float32, the matrix takes; float64 on the CPU by default.
 
     Example:
@@ -44,7 +46,7 @@ def bind_method(module: nn.Module, method: Any, head_dim: int, like: Tensor | No
         (['random_matrix'], torch.Size([8, 4]))
     """
     # An `Auto` that remembers does so for each module: layers have different logits.
-    module.method = copy(method) if getattr(method, "remember", False) else method
+    module.method = copy(method) if getattr(method, "remember", False) else own_method(method, head_dim, heads, like)
     module.register_buffer("random_matrix", random_matrix(method, head_dim, like))
     device = None if like is None else like.device
     for name, field in FITTED.items():
@@ -67,9 +69,17 @@ def fitted_by(method: Any, saved: Mapping[str, Tensor], prefix: str = "") -> Any
         vectors = saved.get(prefix + name)
         if vectors is not None and hasattr(method, field):
             rows = vectors.detach().double().cpu().reshape(-1, vectors.shape[-1] if vectors.dim() else 1)
-            numbers = as_tuples(rows)
-            found[field] = numbers if vectors.dim() == 2 else numbers[0] if vectors.dim() else numbers[0][0]  # type: ignore[index]
+            numbers: Any = as_tuples(rows)
+            found[field] = numbers if vectors.dim() == 2 else numbers[0] if vectors.dim() else numbers[0][0]
     return replace(method, **found) if found else method
+
+
+def own_method(method: Any, head_dim: int, heads: int, like: Tensor | None = None, key_heads: int | None = None) -> Any:
+    """Return the method of a layer; a map that is made for it is on the device of `like`, in float32 or wider."""
+    own = for_layer(method, head_dim, heads, key_heads)
+    if like is None or own is method or not isinstance(own, nn.Module):
+        return own
+    return own.to(like.device, torch.promote_types(like.dtype, torch.float32))
 
 
 def random_matrix(method: Any, head_dim: int, like: Tensor | None = None) -> Tensor | None:

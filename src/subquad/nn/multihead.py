@@ -140,7 +140,7 @@ class MultiheadAttention(nn.Module):
             )
         share_parameters(source, self)
         self.dropout = dropout
-        bind_method(self, method, self.head_dim, like=next(self.parameters()))
+        bind_method(self, method, self.head_dim, self.num_heads, like=next(self.parameters()))
 
     def __prepare_scriptable__(self) -> NoReturn:
         """Refuse torch.jit.script, which calls this first: it cannot compile a choice of methods."""

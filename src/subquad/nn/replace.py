@@ -22,8 +22,9 @@ def replace_attention(model: nn.Module, method: MethodLike, *, layers: Iterable[
     """Replace each `nn.MultiheadAttention` inside a model, in place, by `subquad.MultiheadAttention`.
 
     Parameters stay the same objects, so an optimizer keeps working. A module that is used in several places stays
-    shared, and a feature map that is an `nn.Module` is shared by all layers. Calling it again changes the method. The
-    method also runs in eval mode: `nn.TransformerEncoder` no longer takes its fused path or creates nested tensors.
+    shared, and a feature map that is an `nn.Module` is shared by all layers, unless it makes one for each layer, as
+    `Hedgehog()` does. Calling it again changes the method. The method also runs in eval mode: `nn.TransformerEncoder`
+    no longer takes its fused path or creates nested tensors.
 
     Args:
         model: A model with `nn.MultiheadAttention` inside. For Hugging Face models, use
@@ -66,7 +67,8 @@ def replace_attention(model: nn.Module, method: MethodLike, *, layers: Iterable[
                 without_dropout.append(name)
                 note, dropout = f"dropout={dropout} removed", 0.0
             successors[module] = MultiheadAttention.from_module(module, dropout, method)
-        rows.append(Replacement(number, name, _before(module), method if is_replaced else None, note))
+        own = successors[module].method if is_replaced else None
+        rows.append(Replacement(number, name, _before(module), own, note))
     report = Replacements(tuple(rows))
     _exchange(model, successors, report)
     warn_about(method, stacklevel=2)

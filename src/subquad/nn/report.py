@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from subquad.methods import AnyMethod, label_of
+from subquad.methods import AnyMethod, Method, label_of
 from subquad.planning.auto import Auto
 
 
@@ -109,7 +109,7 @@ def table(rows: list[list[str]]) -> str:
 
 def describe(method: AnyMethod | Auto) -> str:
     """Return a name for a method that fits into one cell of the table."""
-    if isinstance(method, nn.Module):
+    if isinstance(method, nn.Module) and not isinstance(method, Method):
         return type(method).__name__
     return str(method) if isinstance(method, Auto) else label_of(method)
 

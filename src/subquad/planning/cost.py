@@ -1,6 +1,6 @@
 """What a call costs before it is made: work, memory, parameters, and how they grow.
 
-Each engine has its own counts: `exact_cost`, `feature_cost`, `multipole_cost` and `sparse_cost`.
+Each engine has its own counts: `exact_cost`, `feature_cost`, `hybrid_cost`, `multipole_cost` and `sparse_cost`.
 
 Axes: n queries, m keys, d width, e value width, r features.
 """
@@ -13,20 +13,25 @@ import torch
 from subquad import native
 from subquad._engines import engine_of
 from subquad._engines.features.choose_form import is_fusable
-from subquad.methods import AnyMethod, BlockSparse, MethodLike, label_of, resolve
+from subquad.methods import AnyMethod, BlockSparse, Hybrid, MethodLike, for_layer, label_of, resolve
 from subquad.methods.checks import check_whole
 from subquad.methods.method import feature_method
 from subquad.planning.cost_result import Cost
 from subquad.planning.exact_cost import exact_cost
 from subquad.planning.feature_cost import feature_cost
+from subquad.planning.hybrid_cost import far_shape, hybrid_cost
 from subquad.planning.multipole_cost import multipole_cost
 from subquad.planning.shape import Shape, as_int, check_dtype
 from subquad.planning.sparse_cost import has_kernel, sparse_cost
 
-PRICES = {"exact": exact_cost, "features": feature_cost, "multipole": multipole_cost, "sparse": sparse_cost}
+PRICES = {
+    "exact": exact_cost, "features": feature_cost, "hybrid": hybrid_cost, "multipole": multipole_cost,
+    "sparse": sparse_cost,
+}  # fmt: skip
 FORMS = {
     "exact": ("exact", "step"),
     "features": ("dense", "linear", "chunked", "fused", "step"),
+    "hybrid": ("fused", "dense", "step"),
     "multipole": ("fused", "dense", "step"),
     "sparse": ("fused", "dense", "step"),
 }
@@ -104,12 +109,15 @@ def is_fused(method: object, shape: Shape, dtype: torch.dtype) -> bool:
         return native.available()
     if engine == "sparse":
         return has_kernel(shape, dtype)
+    if isinstance(method, Hybrid):
+        return has_kernel(shape, dtype) and is_fused(method.far, far_shape(method, shape), dtype)
     return is_fusable(feature_method(method), shape.layout, dtype, is_causal=shape.is_causal)
 
 
 def cost_of(method: object, shape: Shape, form: str | None = None, dtype: torch.dtype = torch.float32) -> Cost:
     """Return the cost of a call of this shape; arguments are not checked."""
-    return PRICES[engine_of(method)](method, shape, form, dtype)
+    own = for_layer(method, shape.head_dim, shape.heads, shape.key_heads)
+    return PRICES[engine_of(own)](own, shape, form, dtype)
 
 
 def multihead_cost(

@@ -7,6 +7,7 @@ can read: all tokens, the nearest ones, or a summary of fixed size.
 from typing import Any
 
 from subquad._engines import engine_of
+from subquad.methods.hybrid import Hybrid
 from subquad.methods.method import feature_method
 from subquad.planning.shape import Shape
 
@@ -26,5 +27,7 @@ def recall_of(method: Any, shape: Shape) -> str:
     if engine == "sparse":
         near = f"the last {method.reach:,}" if shape.is_causal else f"{method.reach - 1:,} on either side"
         return f"{near} and the first {method.sinks} tokens of each layer"
+    if isinstance(method, Hybrid):
+        return f"the last {method.window.reach:,} tokens, and {recall_of(method.far, shape)}"
     count = feature_method(method).size(shape.head_dim)
     return f"a summary of all tokens ({count:,} features per head), not single ones"

@@ -17,11 +17,13 @@ import torch
 from subquad._engines import engine_of
 from subquad._engines.features.choose_form import sizes_of
 from subquad.methods import label_of
+from subquad.methods.hybrid import Hybrid
 from subquad.methods.method import FeatureMethod, Method, feature_method
 from subquad.methods.multipole import Multipole
 from subquad.methods.sparse import SparseMethod
 from subquad.planning.feature_cost import form_of
 from subquad.planning.flops import kernel_schedule
+from subquad.planning.hybrid_cost import far_shape
 from subquad.planning.multipole_cost import met, segment_flops
 from subquad.planning.shape import Shape, seen_pairs
 from subquad.planning.sparse_pairs import pairs_of
@@ -157,6 +159,9 @@ class Calibration:
 
     def seconds(self, method: Any, shape: Shape, form: str | None = None) -> float:
         """Return the time of one call, in the form that `attention` takes or in the given one."""
+        if isinstance(method, Hybrid):  # without joining its parts, which takes a few operations per row
+            own = far_shape(method, shape)
+            return self.seconds(method.window, shape) + (self.seconds(method.far, own) if own.key_length else 0.0)
         form = self.form_of(method, shape) if form is None else form
         name, parts = name_of(method, form, shape), work(method, form, shape)
         if name not in self.coefficients:  # Multipole and Window are only measured with the kernels.

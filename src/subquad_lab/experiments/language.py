@@ -44,7 +44,7 @@ class Config(Training):
         data: Folder with Penn Treebank, WikiText or other text files. Default: Python's embedded documentation.
         model: rnn (sigmoid), lstm or transformer.
         method: Attention method of the transformer: exact, taylor:DEGREE, random:FEATURES, linear:ACTIVATION,
-            separable, window:SIZE, multipole:TOP.
+            separable, window:SIZE, multipole:TOP, hedgehog:RANK (learned), or window:SIZE+METHOD for both.
         embedding: Embedding size of rnn and lstm.
         width: Hidden size.
         layers: Number of layers of lstm and transformer.

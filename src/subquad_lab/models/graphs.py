@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import subquad
+from subquad.methods import for_layer
 
 Mixer = Literal["gcn", "neighbors", "all", "both"]
 Normalization = Literal["symmetric", "row", "none"]
@@ -86,7 +87,7 @@ class Attention(nn.Module):
 
     def __init__(self, inward: int, outward: int, width: int, heads: int, mask: Tensor | None, method: Any) -> None:
         super().__init__()
-        self.heads, self.method = heads, method
+        self.heads, self.method = heads, for_layer(method, width, heads)
         self.query, self.key = (nn.Linear(inward, heads * width, bias=False) for _ in range(2))
         self.value = nn.Linear(inward, heads * outward, bias=False)
         self.bias = nn.Parameter(torch.zeros(outward))

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import subquad
+from subquad.methods import for_layer
 
 State = Any  # a tensor, a tuple of tensors, or one subquad.State per layer; None for a complete text
 
@@ -125,7 +126,7 @@ class Block(nn.Module):
 
     def __init__(self, width: int, heads: int, dropout: float, method: Any, rotary: bool) -> None:
         super().__init__()
-        self.heads, self.rotary, self.method = heads, rotary, method
+        self.heads, self.rotary, self.method = heads, rotary, for_layer(method, width // heads, heads)
         self.norms = nn.ModuleList([nn.LayerNorm(width), nn.LayerNorm(width)])
         self.inward, self.outward = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))

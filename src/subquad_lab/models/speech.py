@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import subquad
+from subquad.methods import for_layer
 
 State = Any  # of a decoder; `picked` selects and reorders its clips
 Seen = tuple[Tensor, Tensor, Tensor]  # keys and values (b, h, t, w / h), and the mask (b, t), True = attend
@@ -32,7 +33,7 @@ class Attention(nn.Module):
 
     def __init__(self, width: int, heads: int, method: Any) -> None:
         super().__init__()
-        self.heads, self.method = heads, method
+        self.heads, self.method = heads, for_layer(method, width // heads, heads)
         self.query, self.value, self.out = (nn.Linear(width, width) for _ in range(3))
         self.key = nn.Linear(width, width, bias=False)
         drawn = method.draw(width // heads) if isinstance(method, subquad.RandomFeatures) else None

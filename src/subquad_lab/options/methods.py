@@ -1,8 +1,11 @@
-"""Methods named on the command line: "taylor:2" is `subquad.Taylor(degree=2)`."""
+"""Methods named on the command line: "taylor:2" is `subquad.Taylor(degree=2)`.
+
+"window:64+hedgehog" is `subquad.Hybrid(Window(64), Hedgehog())`, of which each layer makes its own.
+"""
 
 from typing import Any
 
-from subquad.methods import FeatureMethod, resolve
+from subquad.methods import FeatureMap, FeatureMethod, Hybrid, resolve
 from subquad_lab import UsageError
 
 MAX_FEATURES = 1 << 16  # of a method in a model that is trained
@@ -19,7 +22,8 @@ def parse_method(spec: str, option: str = "--method") -> Any:
 def refuse_many_features(spec: str, width: int) -> None:
     """Raise if a method has too many features at this head width to fit into memory."""
     method = parse_method(spec)
-    size = method.size(width) if isinstance(method, FeatureMethod) else 0
+    method = method.far if isinstance(method, Hybrid) else method
+    size = method.size(width) if isinstance(method, FeatureMethod | FeatureMap) else 0
     if size > MAX_FEATURES:
         raise UsageError(
             f"method: expected at most {MAX_FEATURES:,} features, got {size:,} for {spec} at width {width}"

@@ -1,6 +1,5 @@
 """The kernels' torch twin, for derivatives that are differentiated again."""
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,24 +14,10 @@ from subquad._engines.features.native_call import MAP_NAMES, Numbers, Operands
 from subquad._engines.features.sums import Tokens
 from subquad._engines.finite import widen
 from subquad.methods import Linear, RandomFeatures, Separable, Taylor, feature_method
+from subquad.methods.method import Given
 
 CHUNK_TOKENS = 64
 SIZES = Sizes(CHUNK_TOKENS, CHUNK_TOKENS, 16 * CHUNK_TOKENS, CHUNK_TOKENS, 1)
-
-
-@dataclass(frozen=True)
-class Given:
-    """A user's features, made before the call; the last column of keys is their log-scale, if they have one."""
-
-    count: int
-    has_log_scale: bool
-    positive: bool = True
-
-    def size(self, width: int) -> int:
-        return self.count
-
-    def __call__(self, x: Tensor, *, is_query: bool) -> Tensor | tuple[Tensor, Tensor]:
-        return (x[..., :-1], x[..., -1]) if self.has_log_scale and not is_query else x
 
 
 def method_of(numbers: Numbers, table: Tensor | None) -> Any:

@@ -20,12 +20,13 @@ from subquad._engines.features.choose_form import Form, choose_form, is_fusable,
 from subquad._engines.features.forms import Beside, run_form
 from subquad._engines.features.fused import PLAIN_TYPES, fused, fused_separable, fused_step
 from subquad._engines.features.kernel import FeatureKernel, Kernel
+from subquad._engines.features.mapped import mapped
 from subquad._engines.features.method_kernel import kernel_of
 from subquad._engines.features.sums import Tokens
 from subquad._engines.result import Result
 from subquad._torch_internals import has_open_size, is_recorded, is_transformed
 from subquad.methods.memory_limit import check_memory, needs_features
-from subquad.methods.method import FeatureMethod, feature_method
+from subquad.methods.method import FeatureMethod, UserMap, feature_method
 
 
 def run(method: Any, call: Call, form: Form | None = None, chunk: int | None = None) -> Result:
@@ -37,13 +38,16 @@ def run(method: Any, call: Call, form: Form | None = None, chunk: int | None = N
     if call.is_autocast:
         wide = torch.autocast(call.layout.device.type, enabled=False)
     with wide:
+        whole = call
+        if isinstance(features, UserMap):
+            features, call = mapped(features, call)[:2]
         q, k, v = call.folded()
         k = k if call.log_scales is None else torch.cat([k, call.log_scales[..., None]], -1)
         tokens = Tokens(q, k, v, call.keep(), call.segments)
         before, following = _sums_before(call), _sums_following(call)
         is_served = _is_served(features, call, tokens, before)
         form = _form_of(features, call, is_served, before is not None, form)
-        is_step = form == "step" and is_served and before is not None and _is_simple_step(features, tokens, before)
+        is_step = form == "step" and is_served and before is not None and _is_simple_step(tokens, before)
         coordinates = None
         if features.is_aligned:
             if form == "fused" or is_step:  # The kernels do it where they read the tokens.
@@ -69,7 +73,7 @@ def run(method: Any, call: Call, form: Form | None = None, chunk: int | None = N
         else:
             found = _computed(features, kernel, form, tokens, (before, following), call, chunk)
         output, sums = found
-        state = _state_after(method, call, sums) if call.return_state else None
+        state = _state_after(method, whole, sums) if call.return_state else None
         return Result(call.unfolded(output), state, form)
 
 
@@ -105,9 +109,9 @@ def _is_served(method: FeatureMethod, call: Call, tokens: Tokens, before: Sums |
     return not is_transformed(q, k, v, *(x for x in (before or ()) if x is not None and x.is_floating_point()))
 
 
-def _is_simple_step(method: FeatureMethod, tokens: Tokens, before: Sums) -> bool:
-    """Return whether the kernels compute this step directly: no mask, a map of theirs, and nothing that records."""
-    if method.is_learned or tokens.keep is not None or torch.compiler.is_compiling() or is_recorded():
+def _is_simple_step(tokens: Tokens, before: Sums) -> bool:
+    """Return whether the kernels compute this step directly: no mask, and nothing that records."""
+    if tokens.keep is not None or torch.compiler.is_compiling() or is_recorded():
         return False
     learns = torch.is_grad_enabled()
     return all(type(x) in PLAIN_TYPES and not (learns and x.requires_grad) for x in (*tokens[:3], before.values))

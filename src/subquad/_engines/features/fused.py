@@ -80,8 +80,8 @@ def fused_step(
 def numbers_of(
     method: FeatureMethod, kernel: FeatureKernel, is_causal: bool, chunk: int = 0, has_coordinates: bool = False
 ) -> Numbers:
-    """Return a call's numbers; a user's features come with their log-scale in the last column of the keys."""
-    name = "logged" if method.is_learned and kernel.has_log_scale else method.native_map
+    """Return a call's numbers."""
+    name = method.native_map
     assert name is not None
     feature_scale = 0.0 if kernel.table is None else method.scale_at(kernel.table.shape[-1])
     return Numbers(MAPS[name], method.degree, kernel.size, *kernel.root_scale, is_causal, kernel.is_normalized, chunk,

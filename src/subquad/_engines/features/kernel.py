@@ -16,7 +16,7 @@ from subquad._calls.view import View
 from subquad._engines.features.sums import Around, Keys, Queries, Tokens, highest, joined, row_poison
 from subquad._engines.finite import cleaned, inverse, poison_of, widen
 from subquad._torch_internals import exponential, has_numbers
-from subquad.methods.method import FeatureMethod, UserMap
+from subquad.methods.method import FeatureMethod, Given
 
 Features = Callable[[Tensor, bool, Tensor | None], tuple[Tensor, Tensor | None]]
 
@@ -227,8 +227,8 @@ def feature_kernel(
     """
     roots = root_scales(scale)
     divided = is_normalized and method.normalizer == "row"
-    if isinstance(method, UserMap):
-        return _user_kernel(method, q, k, roots, divided)
+    if isinstance(method, Given):
+        q = q[..., : method.count]
     of_logits, is_logged = method.of_logits, k.shape[-1] > q.shape[-1]
     table = None
     if of_logits is None or not pairs_alone:
@@ -246,20 +246,3 @@ def root_scales(scale: float) -> tuple[float, float]:
     """Return the factors of queries and keys, whose product is the scale."""
     root = sqrt(abs(scale))
     return copysign(root, scale), root
-
-
-def _user_kernel(
-    method: UserMap, q: Tensor, k: Tensor, roots: tuple[float, float], is_normalized: bool
-) -> tuple[FeatureKernel, Tensor, Tensor]:
-    """Make the features once, and let the forms take them for queries and keys."""
-    finite = [x.isfinite().all(-1, keepdim=True) for x in (q, k)]
-    q, k = (torch.where(flag, widen(x) * root, 0.0) for flag, x, root in zip(finite, (q, k), roots, strict=True))
-    (q, _), (k, log_scale) = method.mapped(q, is_query=True), method.mapped(k, is_query=False)
-    has_log_scale = log_scale is not None
-    size = q.shape[-1]
-    if log_scale is not None:
-        k = torch.cat([k, log_scale[..., None]], -1)
-    kernel = FeatureKernel(
-        (1.0, 1.0), is_normalized=is_normalized, size=size, has_log_scale=has_log_scale, is_logged=has_log_scale
-    )
-    return kernel, torch.where(finite[0], q, torch.nan), torch.where(finite[1], k, torch.nan)

@@ -6,19 +6,23 @@ S <- S + phi(k) [v, 1],    out = phi(q) S
 import ctypes
 from dataclasses import replace
 from math import prod, sqrt
+from typing import cast
 
 import torch
 from torch import Tensor
 
+from subquad._calls.call import Call
 from subquad._calls.layout import Layout
 from subquad._calls.state import State
 from subquad._engines.features.alignment import Coordinates
 from subquad._engines.features.choose_form import is_fusable
 from subquad._engines.features.fused import numbers_of, turned
 from subquad._engines.features.kernel import feature_kernel
+from subquad._engines.features.mapped import mapped
 from subquad._engines.features.native_call import Operands, Results, packed_call
 from subquad._torch_internals import is_transformed
-from subquad.methods.method import feature_method
+from subquad.methods.feature_map import FeatureMap
+from subquad.methods.method import FeatureMethod, UserMap, feature_method
 from subquad.native.calls import FeatureCall, address, check_result
 from subquad.native.loader import FOUND
 
@@ -28,7 +32,7 @@ class FeatureSteps:
 
     def __init__(self, state: State, operands: Operands, packed: bytes, rows: tuple[Tensor, Tensor]) -> None:
         self._state, self._count = state, 0
-        self._operands, self._poison, self._normalizer = operands, *rows  # They live as long as the call.
+        self._operands, self._poison, self.normalizer = operands, *rows  # They live as long as the call.
         self._call = FeatureCall.from_buffer_copy(packed)
         assert FOUND.library is not None  # or the kernels would not serve
         self._step, self._address = FOUND.library.step, ctypes.byref(self._call)
@@ -55,12 +59,63 @@ class FeatureSteps:
         return output if output.dtype == query.dtype else output.to(query.dtype)
 
 
-def prepared(state: State, scale: float | None, query: Tensor, key: Tensor, value: Tensor) -> FeatureSteps | None:
+class MappedSteps:
+    """The steps of a learned map: its features take the place of query and key."""
+
+    def __init__(self, state: State, call: Call, steps: FeatureSteps) -> None:
+        self._state, self._call, self._steps = state, call, steps
+        self._map = UserMap(cast(FeatureMap, state.method))
+
+    @property
+    def normalizer(self) -> Tensor:
+        """(rows, group): the sums of weights of the last token."""
+        return self._steps.normalizer
+
+    @property
+    def state(self) -> State:
+        """A copy of the state after the last token."""
+        return replace(self._steps.state, method=self._state.method, scale=self._state.scale)
+
+    def release(self) -> State:
+        """Return the state itself, whose tensors another step would change."""
+        return replace(self._steps.release(), method=self._state.method, scale=self._state.scale)
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
+        """Return (..., heads, 1, e) for the next token."""
+        call = mapped(self._map, self._call._replace(query=query, key=key, value=value)).call
+        return self._steps(call.query, call.key, call.value)
+
+
+def prepared(
+    state: State, scale: float | None, query: Tensor, key: Tensor, value: Tensor
+) -> FeatureSteps | MappedSteps | None:
     """Return the steps for tokens like this one; None if the general path must serve them, or raise."""
     if state.sums is None or state.poison is None:
         return None
     method = feature_method(state.method)
-    if method.is_learned or not _fits(state, query, key, value):
+    if isinstance(method, UserMap):
+        return _prepared_map(method, state, scale, query, key, value)
+    return _prepared(method, state, scale, query, key, value)
+
+
+def _prepared_map(
+    method: UserMap, state: State, scale: float | None, query: Tensor, key: Tensor, value: Tensor
+) -> MappedSteps | None:
+    """Return the steps of a map without a log-scale."""
+    if state.log_scale is not None or not state.sums.dtype == query.dtype == value.dtype:  # type: ignore[union-attr]
+        return None
+    call = Call.of(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
+    given = mapped(method, call)
+    own = replace(state, method=given.method, scale=1.0)
+    steps = _prepared(given.method, own, 1.0, given.call.query, given.call.key, given.call.value)
+    return None if steps is None else MappedSteps(state, call, steps)
+
+
+def _prepared(
+    method: FeatureMethod, state: State, scale: float | None, query: Tensor, key: Tensor, value: Tensor
+) -> FeatureSteps | None:
+    assert state.sums is not None and state.poison is not None
+    if not _fits(state, query, key, value):
         return None
     rows, group = prod(state.poison.shape), query.shape[-3] // max(1, state.poison.shape[-1])
     d, e = key.shape[-1], value.shape[-1]

@@ -21,22 +21,22 @@ BAND_ROWS = 128
 
 def attend_at_once(
     q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, softcap: float | None, sink_logits: Tensor | None
-) -> Tensor:
-    """Return (b, g, n, e); arguments as for `attend_by_torch`."""
+) -> tuple[Tensor, Tensor]:
+    """Return the output (b, g, n, e) and the level (b, g, n); arguments as for `attend_by_torch`."""
     row_poison, key_poison = poison_of(q), poison_of(k) + poison_of(v)
     q, k, v = cleaned(q), cleaned(k), cleaned(v)
     if not pattern.reach:
         seen = pattern.seen(slice(0, q.shape[2]), slice(0, k.shape[1]), *q.shape[:2])
-        output = met(q, k[:, None], v[:, None], seen, key_poison[:, None, None], softcap, sink_logits)
+        output, level = met(q, k[:, None], v[:, None], seen, key_poison[:, None, None], softcap, sink_logits)
     else:
-        output = _banded(q, k, v, pattern, key_poison, softcap, sink_logits)
-    return output.masked_fill(row_poison.isnan()[..., None], float("nan"))
+        output, level = _banded(q, k, v, pattern, key_poison, softcap, sink_logits)
+    return output.masked_fill(row_poison.isnan()[..., None], float("nan")), level
 
 
 def _banded(
     q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, key_poison: Tensor, softcap: float | None,
     sink_logits: Tensor | None,
-) -> Tensor:  # fmt: skip
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     b, _, n, _ = q.shape
     m, reach, device = k.shape[1], pattern.reach, q.device
     tiles = (n + 2 * BAND_ROWS - 1) // BAND_ROWS  # One in excess: sizes of 1 would be special to torch.
@@ -65,8 +65,9 @@ def _banded(
     if pattern.keep is not None:
         seen = seen & picked(pattern.keep[..., None])[..., 0][:, :, None]
     poison = picked(key_poison[..., None])[..., 0][:, None, :, None]  # (b, 1, s, 1, w)
-    output = met(q, picked(k)[:, None], picked(v)[:, None], seen[:, None], poison, softcap, sink_logits)
-    return output.flatten(2, 3).index_select(2, torch.arange(n, device=device))
+    found = met(q, picked(k)[:, None], picked(v)[:, None], seen[:, None], poison, softcap, sink_logits)
+    output, level = (x.flatten(2, 3).index_select(2, torch.arange(n, device=device)) for x in found)
+    return output, level
 
 
 def _sink_places(count: int, keep: Tensor | None, b: int, device: torch.device) -> Tensor:

@@ -18,8 +18,8 @@ TILE_ROWS = 256
 
 def attend_by_torch(
     q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, softcap: float | None, sink_logits: Tensor | None
-) -> Tensor:
-    """Return (b, g, n, e).
+) -> tuple[Tensor, Tensor]:
+    """Return the output (b, g, n, e), and the logarithm of the sum of weights (b, g, n): +inf if a row sees nothing.
 
     Args:
         q: Scaled queries (b, g, n, d), wide.
@@ -31,18 +31,20 @@ def attend_by_torch(
     """
     row_poison, key_poison = poison_of(q), poison_of(k) + poison_of(v)
     q, k, v = cleaned(q), cleaned(k), cleaned(v)
-    outputs = []
+    outputs, levels = [], []
     for start in range(0, q.shape[2], TILE_ROWS):
         rows = slice(start, min(start + TILE_ROWS, q.shape[2]))
-        outputs.append(_tile(q[:, :, rows], k, v, pattern, rows, key_poison, softcap, sink_logits))
-    output = torch.cat(outputs, 2) if outputs else _nothing(q, k, v, sink_logits)
-    return output.masked_fill(row_poison.isnan()[..., None], float("nan"))
+        output, level = _tile(q[:, :, rows], k, v, pattern, rows, key_poison, softcap, sink_logits)
+        outputs.append(output)
+        levels.append(level)
+    output, level = (torch.cat(outputs, 2), torch.cat(levels, 2)) if outputs else _nothing(q, k, v, sink_logits)
+    return output.masked_fill(row_poison.isnan()[..., None], float("nan")), level
 
 
 def _tile(
     q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, rows: slice, key_poison: Tensor, softcap: float | None,
     sink_logits: Tensor | None,
-) -> Tensor:  # fmt: skip
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     parts = [slice(low, high) for low, high in pattern.hull(rows)]
     if not parts:
         return _nothing(q, k, v, sink_logits)
@@ -53,8 +55,8 @@ def _tile(
 
 def met(
     q: Tensor, k: Tensor, v: Tensor, seen: Tensor, key_poison: Tensor, softcap: float | None, sink_logits: Tensor | None
-) -> Tensor:
-    """Return (b, g, ..., n, e): all queries against all keys, of one tile, or of several side by side.
+) -> tuple[Tensor, Tensor]:
+    """Return (b, g, ..., n, e) and (b, g, ..., n): all queries against all keys, of one tile, or of several.
 
     Args:
         q: (b, g, ..., n, d), scaled and finite.
@@ -73,15 +75,20 @@ def met(
         own = sink_logits.reshape(*sink_logits.shape, *(1,) * (logits.dim() - 2))
         logits = torch.cat([logits, own.expand(*logits.shape[:-1], 1)], -1)
     highest = logits.detach().amax(-1, keepdim=True)
-    weights = (logits - torch.where(highest == NEVER, 0.0, highest)).exp()
+    highest = torch.where(highest == NEVER, 0.0, highest)
+    weights = (logits - highest).exp()
     total = weights.sum(-1, keepdim=True)
-    share = weights[..., : k.shape[-2]] / torch.where(total == 0, 1.0, total)
+    is_empty = total == 0
+    total = torch.where(is_empty, 1.0, total)
+    share = weights[..., : k.shape[-2]] / total
+    level = (total.log() + highest).masked_fill(is_empty, float("inf"))
     is_poisoned = (seen & key_poison.isnan()).any(-1)
-    return (share @ v).masked_fill(is_poisoned[..., None], float("nan"))
+    return (share @ v).masked_fill(is_poisoned[..., None], float("nan")), level[..., 0]
 
 
-def _nothing(q: Tensor, k: Tensor, v: Tensor, sink_logits: Tensor | None) -> Tensor:
-    """Return zeros (b, g, n, e) through which gradients, all 0, reach every input."""
+def _nothing(q: Tensor, k: Tensor, v: Tensor, sink_logits: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return zeros (b, g, n, e) through which gradients, all 0, reach every input, and the level of no keys."""
     row = q[..., :0].sum(-1, keepdim=True) + k[:0].sum() + v[:0].sum()
     row = row if sink_logits is None else row + sink_logits[:0].sum()
-    return row.expand(*q.shape[:3], v.shape[-1])
+    level = row[..., 0] + float("inf") if sink_logits is None else row[..., 0] + sink_logits[..., None]
+    return row.expand(*q.shape[:3], v.shape[-1]), level

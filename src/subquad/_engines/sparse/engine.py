@@ -6,7 +6,7 @@ Axes: b batch and key heads, g query heads per key head, n queries, m keys, d wi
 """
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,19 +29,28 @@ from subquad.methods.sparse import SparseMethod
 from subquad.methods.window import Window
 
 
+class Met(NamedTuple):
+    """What the queries of a call have met."""
+
+    output: Tensor  # (b, g, n, e)
+    level: Tensor  # (b, g, n): the logarithm of the sum of weights; +inf in rows that see nothing
+    state: State | None
+    form: str
+
+
 def run(method: SparseMethod, call: Call, form: str | None = None) -> Result:
     """Compute the call; the form "dense" or "chunked" asks for torch's operations."""
     call = call.factored()
-    _check_lengths(method, call)
+    check_lengths(method, call)
     wide: AbstractContextManager[Any] = nullcontext()
     if call.is_autocast:
         wide = torch.autocast(call.layout.device.type, enabled=False)
     with wide:
-        result = _run(method, call, form in ("dense", "chunked"))
-        return result._replace(output=call.unfolded(result.output))
+        met = meet(method, call, form in ("dense", "chunked"))
+        return Result(call.unfolded(met.output), met.state, met.form)
 
 
-def _check_lengths(method: SparseMethod, call: Call) -> None:
+def check_lengths(method: SparseMethod, call: Call) -> None:
     """Raise ValueError if queries have no place among the keys, or need keys that a state does not hold."""
     n, m = call.layout.queries, call.layout.keys
     if isinstance(method, BlockSparse):
@@ -57,7 +66,15 @@ def _check_lengths(method: SparseMethod, call: Call) -> None:
             raise ValueError(f"query: with a state, expected at most {m} queries, one per new key, got {n}")
 
 
-def _run(method: SparseMethod, call: Call, by_torch: bool) -> Result:
+def meet(method: SparseMethod, call: Call, by_torch: bool, keeper: Window | None = None) -> Met:
+    """Compute a checked call.
+
+    Args:
+        method: The method.
+        call: The call, in which an attn_mask hides keys.
+        by_torch: Whether to use torch's operations.
+        keeper: The window whose keys a state keeps, if it is not the method.
+    """
     q, k, v = call.folded()
     new, prefix, state = Tokens(k, v, call.keep()), None, call.state
     seen = tokens = new
@@ -80,13 +97,13 @@ def _run(method: SparseMethod, call: Call, by_torch: bool) -> Result:
         sinks = sinks.unflatten(0, (call.layout.key_heads, call.layout.group)).repeat(copies, 1)
     given = (q, tokens.keys, tokens.values)
     if not by_torch and is_served(*given, sinks):
-        output, used = attend_natively(*given, pattern, call.logit_scale, method.softcap, sinks), "fused"
+        (output, level), used = attend_natively(*given, pattern, call.logit_scale, method.softcap, sinks), "fused"
     else:
-        output, used = _by_torch(method, call, given, pattern, sinks), "dense"
+        (output, level), used = _by_torch(method, call, given, pattern, sinks), "dense"
     if call.return_state and after is None:
         assert isinstance(method, Window)
-        after = _next_state(method, call, prefix, seen)
-    return Result(output, after, used)
+        after = _next_state(keeper or method, call, prefix, seen)
+    return Met(output, level, after, used)
 
 
 def _grown(method: SparseMethod, call: Call, new: Tokens) -> State | None:
@@ -107,7 +124,7 @@ def _grown(method: SparseMethod, call: Call, new: Tokens) -> State | None:
 
 def _by_torch(
     method: SparseMethod, call: Call, given: tuple[Tensor, Tensor, Tensor], pattern: Pattern, sinks: Tensor | None
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     q, k, v = (widen(x) for x in given)
     q = q * call.logit_scale
     if torch.compiler.is_compiling() or in_trace() or not has_numbers(q):

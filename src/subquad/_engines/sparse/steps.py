@@ -45,6 +45,17 @@ class WindowSteps:
         """The state after the last token: later steps write behind its keys."""
         return longer(self._state, self._layout, self._count) if self._count else self._state
 
+    @property
+    def oldest(self) -> tuple[Tensor, Tensor]:
+        """The key (b, d) and the value (b, e) that the next token no longer sees."""
+        place = self._buffers.front + self._tail + self._count - self._reach
+        return self._buffers.keys[:, place], self._buffers.values[:, place]
+
+    @property
+    def level(self) -> Tensor:
+        """(b, g, 1): the logarithm of the sum of weights of the last token."""
+        return self._rows[0]
+
     def release(self) -> State:
         """Return the state after the last token."""
         return self.state

@@ -44,3 +44,11 @@ def method_of(layer: Any) -> AnyMethod | Auto | None:
 def keeps_state(method: AnyMethod | Auto | None) -> bool:
     """Return whether a method caches a State; exact attention, Auto and BlockSparse need the keys themselves."""
     return method is not None and not isinstance(method, Auto | BlockSparse) and engine_of(method) != "exact"
+
+
+def head_sizes(layer: Any) -> tuple[int, int, int]:
+    """Return the width of a head, and the numbers of query heads and of key heads, by the layer and its config."""
+    config = layer.config
+    heads: int = getattr(config, "num_attention_heads", 1)
+    width = getattr(layer, "head_dim", None) or getattr(config, "head_dim", None)
+    return width or config.hidden_size // heads, heads, getattr(config, "num_key_value_heads", None) or heads

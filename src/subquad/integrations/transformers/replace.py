@@ -14,12 +14,15 @@ from transformers.cache_utils import Cache
 from subquad.attention import MethodLike, resolve, warn_about
 from subquad.integrations.transformers.attend import NAME
 from subquad.integrations.transformers.cache import hold_state, hold_states
-from subquad.integrations.transformers.layers import Choice, layers_of, method_of
+from subquad.integrations.transformers.layers import Choice, head_sizes, layers_of, method_of
 from subquad.integrations.transformers.request import dropout_of, planned
 from subquad.integrations.transformers.unsupported import NO_METHOD
 from subquad.methods import AnyMethod
+from subquad.nn.binding import own_method
 from subquad.nn.report import Replacement, Replacements, check_layers, describe
 from subquad.planning.auto import Auto
+
+MAP = "subquad_map"  # the attribute of a layer that holds its learned map
 
 
 def replace_attention(
@@ -36,8 +39,10 @@ def replace_attention(
 
     Args:
         model: A transformers model.
-        method: A method or its name, as for `attention`. Its parameters, if it has any, do not become part of the
-            model; pass them to the optimizer separately. Or a method for each layer to change, by its number.
+        method: A method or its name, as for `attention`; or one for each layer to change, by its number. A map that is
+            made for each layer, as `Hedgehog()` or "window:64+hedgehog", becomes part of the layer, as `subquad_map`.
+            The parameters of any other map are shared by all layers and do not become part of the model; pass them to
+            the optimizer separately.
         layers: Numbers of the layers to change, in the order of the report; all by default. The other layers keep
             their attention, masks and cache.
 
@@ -65,17 +70,18 @@ def replace_attention(
     """
     found = _attention_layers(model)
     methods = _methods_of(method, layers, len(found))
-    rows, without_dropout = [], []
+    rows, without_dropout, own_methods = [], [], dict[str, Any]()
     for number, (name, layer) in enumerate(found.items()):
         before, _ = planned(layer, method_of(layer))
         label = layer.config._attn_implementation if before is None else describe(before)
-        now, note = planned(layer, methods.get(number))
+        own = own_methods[name] = _own_method(layer, methods[number]) if number in methods else None
+        now, note = planned(layer, own)
         if now is not None and (dropout := dropout_of(layer, methods[number], now)):
             without_dropout.append(f"{name} ({describe(now)})")
             note = f"{note}; dropout={dropout} removed".removeprefix("; ")
         rows.append(Replacement(number, name, label, now, note))
     report = Replacements(tuple(rows))
-    _exchange(model, found, methods, report)
+    _exchange(model, found, methods, own_methods, report)
     for each in {id(each): each for each in methods.values()}.values():
         warn_about(each, stacklevel=2)
     if without_dropout:
@@ -104,20 +110,33 @@ def _attention_layers(model: Any) -> dict[str, Any]:
     return found
 
 
-def _exchange(model: PreTrainedModel, found: dict[str, Any], methods: dict[int, Any], report: Replacements) -> None:
+def _own_method(layer: Any, method: Any) -> Any:
+    """Return the method of one layer: a learned map that is made for it, or an `Auto` that remembers its logits."""
+    if getattr(method, "remember", False):
+        return copy.copy(method)
+    head_dim, heads, key_heads = head_sizes(layer)
+    return own_method(method, head_dim, heads, next(layer.parameters(), None), key_heads)
+
+
+def _exchange(
+    model: PreTrainedModel, found: dict[str, Any], methods: dict[int, Any], own_methods: dict[str, Any],
+    report: Replacements,
+) -> None:  # fmt: skip
     """Set the attributes that select the method, and record in the report how to undo it."""
 
     def put(owner: Any, attribute: str, new: Any) -> None:
-        missing, old = attribute not in vars(owner), vars(owner).get(attribute)
+        held = vars(owner) | vars(owner).get("_modules", {})
+        missing, old = attribute not in held, held.get(attribute)
         report._undo_steps.append(lambda: delattr(owner, attribute) if missing else setattr(owner, attribute, old))
         setattr(owner, attribute, new)
 
     chosen = [(row, found[row.name]) for row in report.layers if row.method is not None]
     for row, layer in chosen:
-        # An `Auto` that remembers does so for each layer: their logits differ.
-        method = methods[row.number]
-        own = copy.copy(method) if getattr(method, "remember", False) else method
+        own = own_methods[row.name]
         put(layer, "subquad_choice", Choice(own, f"{type(model).__name__}.{row.name} (layer {row.number})"))
+        made = own if isinstance(own, nn.Module) and own is not methods[row.number] else None
+        if made is not None or getattr(layer, MAP, None) is not None:
+            put(layer, MAP, made)
     if len(chosen) == len(found):
         for config in _configs_of(model):
             put(config, "_attn_implementation_internal", NAME)

@@ -135,7 +135,8 @@ struct SubquadSparse {
   void *output, *level;            // (b, g, n, e) and (b, g, n): the logarithm of the sum of the weights
   void* poison;                    // (b, g, n), 0 or NaN; the output is finite
   SubquadTensor output_grad;       // from here on only for the backward pass
-  void* delta;                     // (b, g, n), working memory
+  const void* level_grad;          // (b, g, n), or null: 0
+  void* delta;                     // (b, g, n): do.out - dl, also an output
   void *q_grad, *k_grad, *v_grad;  // the first, or the other two, may be null
 };
 

@@ -1,6 +1,6 @@
 // The gradients of sparse attention, in two passes that both compute the weights again:
 //
-//   p_ij = exp(x_ij - l_i),   s_ij = p_ij (do_i.v_j - do_i.out_i)
+//   p_ij = exp(x_ij - l_i),   s_ij = p_ij (do_i.v_j - do_i.out_i + dl_i)
 //   by tiles of queries    dq_i = sum_j s_ij k_j
 //   by tiles of keys       dk_j = sum_i s_ij q_i,   dv_j = sum_i p_ij do_i
 //
@@ -23,7 +23,7 @@ template <class T> vec<T> slope_of_cap(vec<T> capped, T softcap) {
 // exp(x - level), and 0 for a pair that is not seen, whatever the level is.
 template <class T> vec<T> weight(vec<T> x, vec<T> level) { return x > T(-INFINITY) ? share(x - level) : vec<T>{}; }
 
-// The pass by queries; it also writes delta_i = do_i.out_i for the other one.
+// The pass by queries; it also writes delta_i = do_i.out_i - dl_i for the other one.
 template <class T> class SparseQueryGradient {
  public:
   explicit SparseQueryGradient(const SubquadSparse& call)
@@ -68,7 +68,8 @@ template <class T> class SparseQueryGradient {
       const T *output = static_cast<const T*>(call.output) + (first + i) * call.values, *grad = grads.row_of(i);
       T parts[PANEL] = {};
       for (Size j = 0; j < call.values; ++j) parts[j % PANEL] += output[j] * grad[j];
-      static_cast<T*>(call.delta)[first + i] = std::accumulate(parts, parts + PANEL, T(0));
+      const T level_grad = call.level_grad ? static_cast<const T*>(call.level_grad)[first + i] : T(0);
+      static_cast<T*>(call.delta)[first + i] = std::accumulate(parts, parts + PANEL, T(0)) - level_grad;
     }
   }
 

@@ -37,7 +37,7 @@ def mistaken_constant(width: int, scale: float) -> float:
 
 
 def mistaken_scale(width: int, square: float) -> float:
-    """Return A with rho in the place of 1/rho, which is above 0."""
+    """Return A with rho instead of 1/rho, which is above 0."""
     return (1 - 1 / (1 - 8 * best_scale(width, square))) / 8
 
 
