@@ -127,6 +127,12 @@ def _wrong_values(annotation: Any) -> list[str]:
     return WRONG.get(Literal if get_origin(annotation) is Literal else annotation, [])
 
 
+def _without_data(experiment: str, places: Places) -> tuple[str, ...]:
+    """Return options with which no training starts, even if a wrong value is accepted."""
+    has_data = any(field.name == "data" for field in fields(EXPERIMENTS[experiment].config))
+    return ("--data", places.nowhere) if has_data else ("--length", "1")
+
+
 def _of_values(places: Places) -> Iterator[Bad]:
     """Values of the wrong type, for each option of each command and each field of each experiment."""
     draw = random.Random(1)
@@ -141,9 +147,8 @@ def _of_values(places: Places) -> Iterator[Bad]:
                         if name == "compare" and field in each.varied:
                             continue
                         option = f"--{field.replace('_', '-')}"
-                        yield Bad(
-                            (name, experiment, "--data", places.nowhere, f"{option}={draw.choice(values)}"), option
-                        )
+                        yield Bad((name, experiment, *_without_data(experiment, places),
+                                   f"{option}={draw.choice(values)}"), option)  # fmt: skip
             continue
         parameters = inspect.signature(command).parameters.values()
         positional = [places.nowhere for p in parameters if p.default is p.empty and p.kind is not p.KEYWORD_ONLY]
@@ -186,6 +191,7 @@ def _of_commands() -> Iterator[Bad]:
         yield Bad((command, "images", "--context", "3"))
         yield Bad((command, "graphs", "--characters", "3"))
         yield Bad((command, "speech", "--embedding", "3"))
+        yield Bad((command, "recall", "--data", "x"))
         yield Bad((command, "language", "--lr"))
         yield Bad((command, "language", "language"))
     for command in ("evaluate", "sample", "predict", "transcribe", "synthesize"):
@@ -301,11 +307,26 @@ def _of_sizes(places: Places) -> Iterator[Bad]:
                               ("--steps", "-1"), ("--epochs", "-1"), ("--seeds", "0"), ("--seeds", "-2"),
                               ("--seed", str(2**70)), ("--weight-decay", ".nan")):  # fmt: skip
             if option[2:].replace("-", "_") in {field.name for field in fields(EXPERIMENTS[experiment].config)}:
-                yield Bad(("train", experiment, *guarded, option, value), option)
+                yield Bad(("train", experiment, *_without_data(experiment, places), option, value), option)
     for value in ("0", "-8", "3"):
         yield Bad(("train", "language", *guarded, "--model", "transformer", "--heads", value), "--heads")
     for method in ("softmax", "", "taylor:x", "taylor:-1", "random:0", "window:-3", "\x1b[2J"):
         yield Bad(("train", "language", *guarded, "--method", method), "--method")
+        yield Bad(("train", "convert", *guarded, "--methods", method), "--methods")
+    for option, value in (("--tokens", "0"), ("--adapt-tokens", "-1"), ("--rank", "0"), ("--weights", "best"),
+                          ("--patience", "1"), ("--context", "3"), ("--transfer-lr", ".nan"), ("--untrained", "x"),
+                          ("--evaluate-tokens", "0")):  # fmt: skip
+        yield Bad(("train", "convert", *guarded, option, value), option)
+    for path in (places.nowhere, places.plain, places.folder, places.fifo):
+        yield Bad(("train", "convert", "--data", places.text, "--model", path), "--model")
+        yield Bad(("train", "recall", "--method", f"exact,{method}"), "--method")
+    for option, values in {
+        "--pairs": ("", "0", "x", "4,", "-4", "1.5", "²", "9" * 30), "--length": ("0", "-1", "5", str(10**12)),
+        "--vocabulary": ("0", "3"), "--width": ("0", "-8"), "--heads": ("0", "3"), "--layers": ("0", "-1"),
+    }.items():  # fmt: skip
+        for value in values:
+            yield Bad(("train", "recall", option, value), option[2:])
+    yield Bad(("compare", "recall", "--method", "exact"), "--method")
 
 
 def _of_runs(places: Places) -> Iterator[Bad]:
@@ -330,6 +351,9 @@ def _of_runs(places: Places) -> Iterator[Bad]:
     yield Bad(("transcribe", run, places.plain, "--beams", str(10**9)), "--beams")
     yield Bad(("evaluate", run, "--part", "train"), "--part")
     yield Bad(("evaluate", run, run))
+    for value in ("0", "-1", str(10**9)):
+        yield Bad(("evaluate", run, "--longest", value), "longest")
+        yield Bad(("train", "language", "--data", places.text, "--longest", value), "longest")
     yield Bad(("train", "--resume", run, "--lr", "3"), "--resume")
     yield Bad(("train", "language", "--resume", run), "--resume")
     yield Bad(("train", "--resume"))

@@ -10,7 +10,7 @@ import soundfile
 import torch
 import yaml
 
-from subquad_lab.experiments import EXPERIMENTS, graphs, images, language, speech
+from subquad_lab.experiments import EXPERIMENTS, convert, graphs, images, language, recall, speech
 from subquad_lab.experiments.language import Config
 from subquad_lab.experiments.stored import opened
 from subquad_lab.system.checksums import SUMS, as_lines, digest
@@ -34,6 +34,8 @@ OTHERS: dict[str, tuple[str, dict]] = {
     "attention": ("graphs", dict(mixer="both", method="random:8")),
     "lstm decoder": ("speech", dict(decoder="lstm", method="random:8")),
     "attention decoder": ("speech", dict(decoder="attention", decoder_method="taylor:2")),
+    "recall": ("recall", dict(method="window:4,random:8", layers=2, positions="rotary")),
+    "conversion": ("convert", dict(methods="window:2+hedgehog,linear:elu", untrained="window:2")),
 }
 
 # Of `train speech`, over in a second or two.
@@ -100,6 +102,13 @@ def small(name: str, text: Path, **changes) -> tuple[Experiment, Training]:
     if of == "images":
         common = dict(data=str(write_pictures(text / "pictures.npz")), batch=8, lr=0.02, momentum=0.5)
         return experiment, images.Config(**common | dict(seeds=1, steps=30, evaluate_every=7) | own | changes)
+    if of == "recall":
+        sizes = dict(pairs="2,3", length=16, vocabulary=12, width=8, batch=4, warmup=3)
+        return experiment, recall.Config(**sizes | dict(steps=30, evaluate_every=7) | own | changes)
+    if of == "convert":  # 10 steps in each stage
+        sizes = dict(data=str(text), batch=4, context=8, width=8, heads=2, layers=1, rank=2, warmup=3, lr=0.02)
+        budget = dict(exact_tokens=320, tokens=320, adapt_tokens=320, evaluate_tokens=64, evaluate_every=7)
+        return experiment, convert.Config(**sizes | budget | dict(dropout=0.3) | own | changes)
     if of == "speech":
         sizes = dict(
             data=str(write_digits(text / "digits")), clips=36, batch=4, width=8, blocks=1, warmup=3, characters=9

@@ -144,8 +144,8 @@ def attention(
             its square root.
         enable_gqa: Let several query heads share a key head, as in torch.
         method: A method, an object with the `FeatureMap` protocol, or a name: "exact", "taylor" or "taylor:DEGREE",
-            "random:FEATURES", "linear:ACTIVATION", "separable", "window:SIZE", "multipole:TOP", "hedgehog" (in modules, which make its
-            parameters) or "auto:ERROR"; "window:SIZE+METHOD" is a `Hybrid`.
+            "random:FEATURES", "linear:ACTIVATION", "separable", "window:SIZE", "multipole:TOP" or "auto:ERROR";
+            "window:SIZE+METHOD" for a `Hybrid`; and in modules, which make its parameters, "hedgehog".
         key_padding_mask: (..., m) or (..., key heads, m), True = attend.
         segment_ids: (..., n), integers, with n = m, for packed sequences: tokens see only their own segment, a run of
             equal ids.

@@ -177,7 +177,7 @@ def _given(experiment: Any) -> Any:
     return experiment
 
 
-def evaluate(run: str, part: Literal["valid", "test"] = "test") -> None:
+def evaluate(run: str, part: Literal["valid", "test"] = "test", longest: int | None = None) -> None:
     """Evaluate a trained model on the validation or test set of its run.
 
     Example: subquad evaluate runs/language-001
@@ -185,10 +185,11 @@ def evaluate(run: str, part: Literal["valid", "test"] = "test") -> None:
     Args:
         run: Run folder. For a series of seeds, the best run is used.
         part: valid or test.
+        longest: Of a language model, print the perplexity by position in texts of this many words instead.
     """
     from subquad_lab.commands import evaluate
 
-    evaluate.run(run, part)
+    evaluate.run(run, part, longest)
 
 
 def runs(root: str = "runs") -> None:

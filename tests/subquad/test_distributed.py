@@ -22,7 +22,19 @@ from torch import Tensor, nn
 
 import subquad
 from ranks import on_ranks
-from subquad import BlockSparse, Exact, Linear, Multipole, RandomFeatures, Separable, State, Taylor, Window
+from subquad import (
+    BlockSparse,
+    Exact,
+    Hedgehog,
+    Hybrid,
+    Linear,
+    Multipole,
+    RandomFeatures,
+    Separable,
+    State,
+    Taylor,
+    Window,
+)
 from subquad import distributed as over_ranks
 from subquad.distributed import features, setup
 from subquad.distributed.recorded import Exchange
@@ -53,7 +65,7 @@ class Learned(nn.Module):
 SUMS: dict[str, Any] = {
     "taylor": Taylor(2), "shifted": Taylor(2, key_shift=(0.1, 0.2, 0.3, 0.4, 0.5, 0.6)), "positive": RandomFeatures(20),
     "trigonometric": RandomFeatures(20, "trigonometric"), "elu": Linear(), "identity": Linear("identity"),
-    "separable": Separable(), "learned": Learned(),
+    "separable": Separable(), "learned": Learned(), "hedgehog": Hedgehog(6, 4, key_heads=2).double(),
 }  # fmt: skip
 KEYS: dict[str, Any] = {
     "exact": Exact(), "window 4": Window(4), "window 9, sinks": Window(9, sinks=2), "long window": Window(40, sinks=3),
@@ -132,7 +144,7 @@ def error_of(case: tuple[Any, ...], group: dist.ProcessGroup) -> float:
         loss = (output * x["loss"][:, :, part]).sum()
         if after is not None:  # Every rank holds a copy.
             loss = loss + after.sums.square().sum() / (1 if place == "alone" else case[1])
-        learned = list(SUMS["learned"].parameters()) if case[0] == "learned" else []
+        learned = list(SUMS[case[0]].parameters()) if case[0] in ("learned", "hedgehog") else []
         grads = list(torch.autograd.grad(loss, [*tokens, *leaves, *learned], materialize_grads=True))
         for grad in grads[3:] if place == "ranks" else []:  # Each rank has a part of it.
             dist.all_reduce(grad, group=group)
@@ -307,6 +319,7 @@ def refusals(rank: int) -> dict[str, str]:
         "padding": dict(key_padding_mask=torch.ones(1, 24)) if last else {},
         "auto": dict(method="auto"), "auto value": dict(method=subquad.Auto(0.05)),
         "blocks": dict(method=BlockSparse(torch.ones(1, 3, 3, dtype=torch.bool))),
+        "hybrid": dict(method=Hybrid(Window(3), Taylor(2))),
         "dropout": dict(dropout_p=0.5, method="exact"),
         "pairs": dict(attn_mask=torch.rand(24, 24) > 0.5, method="exact"),
         "cross": dict(query=q[:, :, :5], is_causal=True),
@@ -387,6 +400,7 @@ EXPECTED = {
     "padding": "key_padding_mask: expected a boolean tensor", "auto": "method: Auto needs the whole sequence",
     "auto value": "method: Auto needs the whole sequence",
     "blocks": "method: BlockSparse needs the whole sequence", "dropout": "dropout_p: expected 0",
+    "hybrid": "is not supported on several ranks",
     "pairs": "attn_mask: expected a mask of this rank's keys", "cross": "is_causal: expected as many queries as keys",
     "state": "state: on several ranks only feature methods have a state",
     "window": "key: a window compares positions; expected as many keys as queries on each rank, got 24 and 5",
@@ -460,8 +474,9 @@ def test_merging_states_is_associative_and_gives_the_state_of_the_whole(name, ha
     def state_of(start: int, end: int) -> State:
         part = slice(start, end)
         options = dict(segment_ids=ids[:, part]) if has_segments else {}
+        options |= dict(is_causal=True, enable_gqa=True, method=SUMS[name], return_state=True)
         own = k[:, :, part], v[:, :, part]
-        return subquad.attention(own[0], *own, is_causal=True, method=SUMS[name], return_state=True, **options)[1]
+        return subquad.attention(own[0].repeat_interleave(2, 1), *own, **options)[1]
 
     whole = state_of(0, 60)
     for cuts in ((0, 20, 40, 60), (0, 0, 59, 60), (0, 1, 1, 60), (0, 30, 60, 60)):

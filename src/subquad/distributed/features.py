@@ -27,7 +27,7 @@ from subquad.distributed.in_turn import InTurn
 from subquad.distributed.peers import Peers
 from subquad.distributed.segments import Runs
 from subquad.distributed.setup import Setup, Tokens
-from subquad.methods.method import UserMap, feature_method
+from subquad.methods.method import feature_method
 
 GATHERED_OVERHEAD = 0.45  # time for adding up keys, over that of causal attention, on one thread
 
@@ -38,8 +38,8 @@ def attend(method: Any, call: Call, peers: Peers, runs: Runs | None) -> tuple[Te
     names = ("key_shift", "query_shift", "balance")
     vectors = {name: None for name in names if getattr(features, name) is not None}
     plain, whole = replace(method, **vectors) if vectors else method, call
-    if isinstance(features, UserMap):  # Outside the exchange, so that plain differentiation finds its parameters.
-        plain, call = mapped(features, call)[:2]
+    if features.is_learned:  # Outside the exchange, so that plain differentiation finds its parameters.
+        plain, call = mapped(method, call)[:2]
     q, k = aligned(features, call)
     tokens = Tokens(q, k, call.folded()[2], call.keep(), None if runs is None else runs.numbers)
     setup = Setup(plain, tokens, peers, _folded(plain, call), call.is_causal, call.logit_scale, call.return_state)

@@ -26,7 +26,7 @@ from subquad._engines.features.mapped import mapped
 from subquad._engines.features.method_kernel import kernel_of
 from subquad._engines.finite import widen
 from subquad.methods.memory_limit import check_memory, needs_features
-from subquad.methods.method import UserMap, feature_method
+from subquad.methods.method import feature_method
 from subquad.methods.window import Window
 from subquad.planning.multipole_rows import is_rowwise, multipole_rows
 from subquad.planning.sparse_pairs import has_places
@@ -223,8 +223,8 @@ def method_rows(method: Any, call: Call, picked: Picked) -> Tensor:
         rows = call.layout.fold_query(run(method, call._replace(dtype=wide, is_headless=False)).output)
         return rows.gather(2, picked.places[..., None].expand(-1, -1, -1, rows.shape[-1])).double()
     (b, g, p), features, all_keep = picked.places.shape, feature_method(method), call.keep()
-    if isinstance(features, UserMap):
-        features, call = mapped(features, call)[:2]
+    if features.is_learned:
+        features, call = mapped(method, call)[:2]
     if needs_features(features, "dense"):
         check_memory(features, call.layout.width, call.layout.value_width + 1)
     (q, k), v = aligned(features, call), call.layout.fold_key(call.value)

@@ -19,6 +19,7 @@ from subquad_lab.training.processes import refuse_several
 from subquad_lab.training.seeds import Series, check_same_data, train
 
 COLUMNS = ("variant", "parameters", "validation", "test", "steps", "training", "speed")
+STATE = "state"  # the last column, of experiments that record its size
 
 
 def run(experiment: Experiment[Any], config: Training, out: Path) -> None:
@@ -47,22 +48,27 @@ def run(experiment: Experiment[Any], config: Training, out: Path) -> None:
         write_whole(out / "compare.json", json.dumps(content, indent=1).encode())
         drawn = compared({variant: series.runs for variant, series in done.items()}, experiment)
         write_whole(out / "compare.svg", drawn)
+        pictures = experiment.shared_pictures({variant: series.runs for variant, series in done.items()})
+        for name, picture in pictures.items():
+            write_whole(out / f"{name}.svg", picture)
     except OSError as error:
         raise RunError(f"cannot write into {out}: {error.strerror}") from error
     better = "higher" if experiment.higher_is_better else "lower"
-    Table(COLUMNS, rows, f"{experiment.name}: {measure.replace('_', ' ')}, {better} is better").print()
+    columns = COLUMNS if len(rows[0]) == len(COLUMNS) else (*COLUMNS, STATE)
+    Table(columns, rows, f"{experiment.name}: {measure.replace('_', ' ')}, {better} is better").print()
     say(*figures(done, measure), *verdicts(done, measure, found))
-    say(f"{out / 'compare.svg'}, {out / 'compare.json'}")
+    say(", ".join(str(out / name) for name in ("compare.svg", *(f"{name}.svg" for name in pictures), "compare.json")))
 
 
 def cells(variant: str, series: Series, experiment: Experiment[Any]) -> tuple[str, ...]:
     measure, unit = experiment.measure, experiment.unit
-    parameters = series.runs[0].about()["parameters"]["total"]
+    about = series.runs[0].about()
+    parameters, state = about["parameters"]["total"], about.get("state_bytes")
     steps, seconds = (fmean(result[what] for result in series.results) for what in ("steps", "seconds"))
     speed = fmean(result[f"{unit}_per_second"] for result in series.results)
     return (
         variant, f"{parameters:,}", series.shown("valid", measure), series.shown("test", measure),
-        f"{steps:,.0f}", f"{seconds:,.0f} s", f"{speed:,.0f} {unit}/s",
+        f"{steps:,.0f}", f"{seconds:,.0f} s", f"{speed:,.0f} {unit}/s", *([] if state is None else [f"{state:,} B"]),
     )  # fmt: skip
 
 

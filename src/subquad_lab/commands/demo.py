@@ -129,7 +129,7 @@ def all_stages() -> list[Stage]:
     trained = [
         Stage(name, f"a small model: subquad train {name} --preset quick", partial(learn, experiment),
               partial(learned, experiment))
-        for name, experiment in EXPERIMENTS.items() if "quick" in presets(name)
+        for name, experiment in EXPERIMENTS.items() if experiment.in_demo and "quick" in presets(name)
     ]  # fmt: skip
     return [
         Stage("plan", "the fastest method for 32,768 tokens on this machine", make_plan, planned),

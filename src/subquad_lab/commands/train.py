@@ -21,17 +21,21 @@ def run(
     `sharing` processes share each sequence. It is not part of the config: the run is the same for any number of them.
     """
     if resume is not None:
-        print_result(train(*opened(Path(resume)), Path(resume), sharing=sharing))
+        found, own = opened(Path(resume))
+        print_result(found, train(found, own, Path(resume), sharing=sharing))
     elif experiment is not None and config is not None:
-        print_result(train(experiment, config, Path(out), numbered=True, sharing=sharing))
+        print_result(experiment, train(experiment, config, Path(out), numbered=True, sharing=sharing))
     else:
         raise UsageError("EXPERIMENT: expected an experiment or --resume RUN, got neither")
 
 
-def print_result(series: Series) -> None:
+def print_result(experiment: Experiment[Any], series: Series) -> None:
     """Print the result and where it is stored, in the main process only."""
     if not processes().is_main_process:
         return
+    for run in series.runs:
+        if (table := experiment.table(run)) is not None:
+            table.print()
     over = f", mean of {len(series.runs)} seeds and 95 % confidence interval" if len(series.runs) > 1 else ""
     say(f"test{over}: " + ", ".join(
         f"{figure.replace('_', '-')} {series.shown('test', figure)}" for figure in series.results[0]["test"]

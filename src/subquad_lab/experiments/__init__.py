@@ -3,7 +3,7 @@
 from typing import Any
 
 from subquad_lab import UsageError
-from subquad_lab.experiments import graphs, images, language, speech
+from subquad_lab.experiments import convert, graphs, images, language, recall, speech
 from subquad_lab.training.experiment import Experiment
 
 ALL: tuple[Experiment[Any], ...] = (
@@ -11,6 +11,8 @@ ALL: tuple[Experiment[Any], ...] = (
     images.EXPERIMENT,
     graphs.EXPERIMENT,
     speech.EXPERIMENT,
+    recall.EXPERIMENT,
+    convert.EXPERIMENT,
 )
 EXPERIMENTS = {experiment.name: experiment for experiment in ALL}
 

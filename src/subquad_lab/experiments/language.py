@@ -18,12 +18,14 @@ from torch.nn import functional as F
 
 from subquad.distributed import SequenceParallel
 from subquad_lab import UsageError
-from subquad_lab.data.text import END, UNKNOWN, Corpus, load_text
+from subquad_lab.data.text import END, UNKNOWN, Corpus, Tokens, load_text
+from subquad_lab.experiments.positions import MAX_LENGTH, POSITIONS, by_position, positions_picture
 from subquad_lab.models import parameters, refuse_too_large
 from subquad_lab.models.language import LSTM, Model, SigmoidRNN, Transformer, generate
 from subquad_lab.options.methods import parse_method, refuse_many_features
 from subquad_lab.training.config import Training
 from subquad_lab.training.experiment import Carry, Experiment, PartName, Rows
+from subquad_lab.training.run import Run
 
 EVALUATION_WORDS = 4096  # per forward pass
 MIN_SPLIT_WORDS = 2  # of a process that shares its sequences with others
@@ -53,6 +55,9 @@ class Config(Training):
         dropout: Dropout probability on embeddings, between layers and on outputs; not on recurrent connections.
         tied: Share the input and output embeddings. Always true for the transformer.
         positions: Position encoding of the transformer: rotary or learned.
+        tokens: Predict words or characters. What the other options say about words is then about characters.
+        longest: After training, record the test perplexity by position in texts of this many words; null: do not.
+            Learned positions end with the context, so it needs rotary positions beyond it.
     """
 
     epochs: int = 10
@@ -72,6 +77,8 @@ class Config(Training):
     dropout: float = 0.2
     tied: bool = True
     positions: Literal["rotary", "learned"] = "rotary"
+    tokens: Tokens = "words"
+    longest: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -82,8 +89,19 @@ class Config(Training):
             raise UsageError(f"dropout: expected a number in [0, 1), got {self.dropout}")
         if self.model == "transformer" and self.width % self.heads:
             raise UsageError(f"heads: expected a divisor of the width {self.width}, got {self.heads}")
+        if self.longest is not None:
+            refuse_positions(self, self.longest)
         if self.model == "transformer":
             refuse_many_features(self.method, self.width // self.heads)
+
+
+def refuse_positions(config: Config, longest: int) -> None:
+    """Raise if the model of a config cannot read texts of this length."""
+    if not 1 <= longest <= MAX_LENGTH:
+        raise UsageError(f"longest: expected an integer from 1 to {MAX_LENGTH:,}, got {longest}")
+    if config.model == "transformer" and config.positions == "learned" and longest > config.context:
+        raise UsageError(f"longest: learned positions end with the context of {config.context:,} words, got "
+                         f"{longest:,}; train with --positions rotary to go beyond")  # fmt: skip
 
 
 def make_model(config: Config, words: int) -> Model:
@@ -112,6 +130,9 @@ class Language:
                              "--context")  # fmt: skip
         self.inputs = corpus.train[: config.batch * length].view(config.batch, length)
         self.targets = corpus.train[1 : config.batch * length + 1].view(config.batch, length)
+        if config.longest is not None and config.longest >= len(corpus.test):
+            raise UsageError(f"longest: expected at most {len(corpus.test) - 1:,}, the number of predicted test words "
+                             f"of {corpus.name}, got {config.longest:,}")  # fmt: skip
         self.carries = config.model != "transformer"
 
     def about(self) -> dict[str, Any]:
@@ -178,8 +199,15 @@ class Language:
         entropy = float(total) / (len(words) - 1)
         return {"cross_entropy": entropy, "perplexity": math.exp(min(entropy, 700.0))}
 
+    def positions(self, part: PartName, longest: int, check: Callable[[], None]) -> dict[str, Any]:
+        """Return the cross-entropy by position in texts of this length."""
+        refuse_positions(self.config, longest)
+        self.model.eval()
+        return by_position(self.model, getattr(self.corpus, part), longest, check)
+
     def records(self) -> dict[str, Any]:
-        return {}
+        longest = self.config.longest
+        return {} if longest is None else {POSITIONS: self.positions("test", longest, lambda: None)}
 
     def sample(self, prompt: str, count: int, temperature: float, top_k: int | None, top_p: float | None,
                seed: int) -> str:  # fmt: skip
@@ -210,7 +238,11 @@ def _fitting(inputs: Tensor, targets: Tensor, whole: bool) -> list[tuple[Tensor,
 
 
 def build(config: Config) -> Language:
-    return Language(config, load_text(config.data))
+    return Language(config, load_text(config.data, config.tokens))
+
+
+def pictures(run: Run, config: Config) -> dict[str, bytes]:
+    return positions_picture({label(config): [run]})
 
 
 METHODS = ("exact", "taylor:2", "random:64", "linear:elu", "separable")
@@ -218,7 +250,7 @@ METHODS = ("exact", "taylor:2", "random:64", "linear:elu", "separable")
 
 def variants(config: Config) -> dict[str, Config]:
     """Return the Transformer with each method, and recurrent models of about the same size; the rest is equal."""
-    words = len(load_text(config.data).words)
+    words = len(load_text(config.data, config.tokens).words)
     base = replace(config, model="transformer")
     total = count_parameters(base, words)
     recurrent = {name: matched(replace(config, model=name, layers=1), words, total) for name in ("lstm", "rnn")}
@@ -258,5 +290,7 @@ EXPERIMENT = Experiment(
     label=label,
     variants=variants,
     varied=("model", "method"),
+    pictures=pictures,
+    shared_pictures=positions_picture,
     published=PUBLISHED,
 )

@@ -55,11 +55,17 @@ def shown(values: Sequence[float], figure: str) -> str:
     '0.65 (0 to 1)'
     """
     found = over_seeds(values)
-    least, most = RANGES.get(figure, (-inf, inf))
+    least, most = range_of(figure)
     low, high = found.mean - found.half, found.mean + found.half
     if least <= low and high <= most:
         return str(found)
     return f"{found.mean:.4g} ({max(low, least):.2g} to {min(high, most):.2g})"
+
+
+def range_of(figure: str) -> tuple[float, float]:
+    """Return the range of a figure; "accuracy_8_pairs" has that of "accuracy"."""
+    own = (limits for name, limits in RANGES.items() if figure == name or figure.startswith(f"{name}_"))
+    return next(own, (-inf, inf))
 
 
 def difference(

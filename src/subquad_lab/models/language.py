@@ -11,6 +11,7 @@ Axes: b texts, n tokens, e embedding, w width, h heads, d = w / h.
 """
 
 from dataclasses import replace
+from itertools import cycle, islice
 from typing import Any, Literal
 
 import torch
@@ -90,12 +91,15 @@ class Transformer(nn.Module):
 
     def __init__(
         self, words: int, width: int, layers: int, heads: int, context: int, dropout: float,
-        method: Any, positions: Literal["rotary", "learned"],
+        method: Any, positions: Literal["rotary", "learned", "none"],
     ) -> None:  # fmt: skip
         super().__init__()
+        methods = method if isinstance(method, tuple) else (method,)  # of several, layer i uses number i, cyclically
         self.embedding = Embedding(words, width, width, tied=True)
         self.places = nn.Embedding(context, width) if positions == "learned" else None
-        self.blocks = nn.ModuleList(Block(width, heads, dropout, method, self.places is None) for _ in range(layers))
+        self.blocks = nn.ModuleList(
+            Block(width, heads, dropout, own, positions == "rotary") for own in islice(cycle(methods), layers)
+        )
         self.norm = nn.LayerNorm(width)
         self.dropout = nn.Dropout(dropout)
 
@@ -137,9 +141,7 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, places: Tensor, memory: subquad.State | None, streams: bool
     ) -> tuple[Tensor, subquad.State | None]:
-        q, k, v = self.inward(self.norms[0](x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
-        if self.rotary:
-            q, k = rotate(q, places), rotate(k, places)
+        q, k, v = self.heads_of(x, places)
         method = self.method
         if self.random_matrix is not None:
             method = replace(method, matrix=self.random_matrix)
@@ -149,6 +151,11 @@ class Block(nn.Module):
             mixed = subquad.attention(q, k, v, is_causal=True, method=method)
         x = x + self.dropout(self.outward(mixed.transpose(1, 2).flatten(2)))
         return x + self.dropout(self.mlp(self.norms[1](x))), memory
+
+    def heads_of(self, x: Tensor, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries, keys and values of the attention, (b, h, n, d) each."""
+        q, k, v = self.inward(self.norms[0](x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        return (rotate(q, places), rotate(k, places), v) if self.rotary else (q, k, v)
 
 
 def rotate(x: Tensor, places: Tensor) -> Tensor:

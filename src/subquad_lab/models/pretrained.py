@@ -38,8 +38,13 @@ class Layer(NamedTuple):
     is_causal: bool
 
 
-def load(path: str) -> tuple[Any, Any]:
-    """Load a decoder or encoder without its head, in float32, and its tokenizer, from a folder or a .gguf file."""
+def load(path: str, with_head: bool = False) -> tuple[Any, Any]:
+    """Load a model in float32, and its tokenizer, from a folder or a .gguf file.
+
+    Args:
+        path: The folder or file.
+        with_head: Whether to load a decoder that predicts tokens, instead of a decoder or encoder without its head.
+    """
     file = Path(path)
     if not file.exists():
         raise UsageError(f"--model: no such folder: {path}")
@@ -49,7 +54,7 @@ def load(path: str) -> tuple[Any, Any]:
     named: dict[str, Any] = {"gguf_file": file.name} if file.is_file() else {}
     os.environ["HF_HUB_OFFLINE"] = "1"  # transformers reads it on import.
     try:
-        from transformers import AutoConfig, AutoModel, AutoTokenizer
+        from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoTokenizer
         from transformers.models.auto import modeling_auto
         from transformers.utils import logging
     except ModuleNotFoundError as error:
@@ -62,15 +67,16 @@ def load(path: str) -> tuple[Any, Any]:
     with _foreign(path), warnings.catch_warnings(action="ignore"):
         weights = checked_weights(file)
         config = AutoConfig.from_pretrained(folder, **named)
-        known = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES | modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
+        kind, known = AutoModelForCausalLM, modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        if not with_head:
+            kind, known = AutoModel, known | modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
         if config.model_type not in known or config.is_encoder_decoder:
-            raise UsageError(
-                f"--model: expected a decoder-only or encoder-only language model, got {config.model_type!r}"
-            )
-        check_size(config, AutoModel.from_config, weights)
+            what = "decoder-only" if with_head else "decoder-only or encoder-only"
+            raise UsageError(f"--model: expected a {what} language model, got {config.model_type!r}")
+        check_size(config, kind.from_config, weights)
         tokenizer = _tokenizer(AutoTokenizer, folder, named)
         with redirect_stderr(StringIO()):  # The progress bar of .gguf files cannot be disabled.
-            model, found = AutoModel.from_pretrained(
+            model, found = kind.from_pretrained(
                 folder, **named, use_safetensors=True, attn_implementation="sdpa", dtype=torch.float32,
                 output_loading_info=True,
             )  # fmt: skip

@@ -19,6 +19,11 @@ def parse_method(spec: str, option: str = "--method") -> Any:
         raise UsageError(f"{option}: {str(error).removeprefix('method: ')}") from error
 
 
+def parse_methods(specs: str, option: str = "--method") -> tuple[Any, ...]:
+    """Return the methods named by a list such as "window:16,taylor:2", one for each layer in turn."""
+    return tuple(parse_method(spec.strip(), option) for spec in specs.split(","))
+
+
 def refuse_many_features(spec: str, width: int) -> None:
     """Raise if a method has too many features at this head width to fit into memory."""
     method = parse_method(spec)

@@ -60,9 +60,12 @@ def section(experiment: Experiment[Any], runs: dict[str, Run], entries: dict[str
     name, measure = experiment.name, experiment.measure
     groups = by_series(runs)
     together = inline(compared(groups, experiment), f"{name}-0") if len(runs) > 1 else ""
+    pictures = experiment.shared_pictures(groups) if len(runs) > 1 else {}
     seeds = [over_seeds(group, found, measure) for group, found in groups.items() if len(found) > 1]
+    shared = [inline(picture, f"{name}-shared-{i}") for i, picture in enumerate(pictures.values())]
     return {"name": name, "question": experiment.question, "measure": measure, "seeds": seeds, "together": together,
-            "entries": [entries[place] for place in runs], "published": experiment.published}  # fmt: skip
+            "shared": shared, "entries": [entries[place] for place in runs],
+            "published": experiment.published}  # fmt: skip
 
 
 def by_series(runs: dict[str, Run]) -> dict[str, list[Run]]:
@@ -108,6 +111,7 @@ def entry(name: str, run: Run, mark: str) -> dict[str, Any]:
         "test": figure(result.get("test"), measure),
         "seconds": f"{result['seconds']:,.1f}" if isinstance(result.get("seconds"), int | float) else "not finished",
         "steps": max((int(line["step"]) for line in run.metrics()), default=0),
+        "table": experiment.table(run),
         "pictures": [inline(picture, f"{mark}-{i}") for i, picture in enumerate(pictures)],
     }
 

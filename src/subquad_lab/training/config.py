@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from subquad_lab import UsageError
 from subquad_lab.training import optimizers
@@ -35,6 +35,8 @@ class Training:
         weights: Weights to test: those of the best evaluation, or the last ones.
     """
 
+    paths: ClassVar[tuple[str, ...]] = ("data",)  # fields that name a file or a folder
+
     seed: int = 0
     seeds: int = 1
     epochs: int = 1
@@ -64,9 +66,10 @@ class Training:
                 raise UsageError(
                     f"{name}: expected {'a positive integer' if least else 'an integer >= 0'}, got {value}"
                 )
-        data = getattr(self, "data", None)  # of the experiments that can read files
-        if data is not None and (not data or "\0" in data):
-            raise UsageError(f"data: expected a file or folder, got {data!r}")
+        for name in self.paths:
+            path = getattr(self, name, None)  # Not all experiments can read files.
+            if path is not None and (not path or "\0" in path):
+                raise UsageError(f"{name}: expected a file or folder, got {path!r}")
         for name in ("lr", "weight_decay"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise UsageError(f"{name}: expected a number >= 0, got {getattr(self, name)}")

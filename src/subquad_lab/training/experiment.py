@@ -11,6 +11,7 @@ from typing import Any, Generic, Literal, Protocol, TypeVar, runtime_checkable
 from torch import Tensor, nn
 
 from subquad.distributed import SequenceParallel
+from subquad_lab.figures.tables import Table
 from subquad_lab.training.config import Training
 from subquad_lab.training.run import Run
 
@@ -68,8 +69,40 @@ class SplitTask(Task, Protocol):
         """Return the mean loss over the rows, of all processes that share them, from a model that is split."""
 
 
+@runtime_checkable
+class StagedTask(Task, Protocol):
+    """A task that trains different parameters at different steps, each group with its own learning rate."""
+
+    @property
+    def groups(self) -> list[list[nn.Parameter]]:
+        """The parameters of the model, in groups with a common learning rate; gradients are clipped group by group."""
+
+    @property
+    def boundaries(self) -> frozenset[int]:
+        """Steps before which to evaluate, in addition to those of `evaluate_every`."""
+
+    def enter(self, step: int) -> list[float]:
+        """Prepare the model for a step, or for an evaluation before it, and return the learning rate of each group."""
+
+
+@runtime_checkable
+class ExportingTask(Task, Protocol):
+    """A task whose trained model other programs can load."""
+
+    def exports(self) -> dict[str, bytes]:
+        """Return further files of a finished run by name."""
+
+
 def no_pictures(run: Run, config: Any) -> dict[str, bytes]:
     return {}
+
+
+def no_shared_pictures(runs: Mapping[str, Sequence[Run]]) -> dict[str, bytes]:
+    return {}
+
+
+def no_table(run: Run) -> Table | None:
+    return None
 
 
 @dataclass(frozen=True)
@@ -89,6 +122,10 @@ class Experiment(Generic[C]):
         variants: Returns the configs that `subquad compare` trains, by name.
         varied: Fields that the variants set; `subquad compare` does not accept them as options.
         pictures: Returns SVG plots of a run by name, in addition to its learning curves.
+        table: Returns a table of a finished run, if its metrics are too many for a line.
+        in_demo: Whether its preset `quick` is short enough for `subquad demo`.
+        shared_pictures: Returns SVG plots by name of several finished runs together, grouped by what differs in their
+            seed only, in addition to their learning curves.
         published: Published results for the report: "what", on which "data", and the "figure".
     """
 
@@ -104,6 +141,9 @@ class Experiment(Generic[C]):
     variants: Callable[[C], dict[str, C]]
     varied: Sequence[str] = ()
     pictures: Callable[[Run, C], dict[str, bytes]] = no_pictures
+    table: Callable[[Run], Table | None] = no_table
+    in_demo: bool = True
+    shared_pictures: Callable[[Mapping[str, Sequence[Run]]], dict[str, bytes]] = no_shared_pictures
     published: Sequence[Mapping[str, Any]] = ()
 
     @property

@@ -14,7 +14,7 @@ from subquad_lab.system.files import locked, remove_leftovers
 from subquad_lab.system.out_of_memory import memory_for
 from subquad_lab.training import checkpoint, snapshot
 from subquad_lab.training.config import Training
-from subquad_lab.training.experiment import Experiment, SplitTask, Task
+from subquad_lab.training.experiment import Experiment, ExportingTask, SplitTask, Task
 from subquad_lab.training.loop import Trainer
 from subquad_lab.training.processes import agreed, check_sharing, processes
 from subquad_lab.training.progress import Display
@@ -83,14 +83,15 @@ def create(
 
 
 def settled(config: Training) -> Any:
-    """Return the config with an absolute data path, so that the run can be resumed from another folder."""
-    data = getattr(config, "data", None)
-    if data is None:
-        return config
-    try:
-        return replace(config, data=str(Path(data).resolve()))  # type: ignore[call-arg]
-    except RuntimeError as error:  # what Python before 3.13 says of a link that leads back to itself
-        raise UsageError(f"--data: cannot read {data}: too many symbolic links") from error
+    """Return the config with absolute paths, so that the run can be resumed from another folder."""
+    given = {name: path for name in config.paths if (path := getattr(config, name, None)) is not None}
+    found: dict[str, Any] = {}
+    for name, path in given.items():
+        try:
+            found[name] = str(Path(path).resolve())
+        except RuntimeError as error:  # what Python before 3.13 says of a link that leads back to itself
+            raise UsageError(f"--{name}: cannot read {path}: too many symbolic links") from error
+    return replace(config, **found)
 
 
 @contextmanager
@@ -117,7 +118,8 @@ def finish(job: Job, result: dict[str, Any]) -> dict[str, Any]:
     run = job.run
     if processes().is_main_process:
         records = {f"{what}.json": as_json(content) for what, content in job.task.records().items()}
-        run.write({CURVES: curves(run, job.experiment), **records})
+        exports = job.task.exports() if isinstance(job.task, ExportingTask) else {}
+        run.write({CURVES: curves(run, job.experiment), **records, **exports})
         pictures = {f"{what}.svg": picture for what, picture in job.experiment.pictures(run, job.config).items()}
         if skipped := run.about()["data"].get("skipped"):
             result["skipped"] = skipped

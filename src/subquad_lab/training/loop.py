@@ -5,7 +5,8 @@
 
 A batch depends only on its position in the data, (epoch, index), so a run can resume at any step. The rows of a batch
 are divided among the processes and, within a process, among the gradient accumulation steps; neither changes the
-update. With sequence parallelism, several processes have the same rows, and a part of each sequence.
+update. With sequence parallelism, several processes have the same rows, and a part of each sequence. A task in stages
+trains some of its parameters at a time.
 """
 
 import math
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import gather_object
+from accelerate.utils import DistributedDataParallelKwargs, gather_object
 from torch import Tensor
 
 from subquad.distributed import sequence_parallel
@@ -26,7 +27,7 @@ from subquad_lab.system.out_of_memory import is_out_of_memory, memory_for
 from subquad_lab.training import checkpoint, snapshot
 from subquad_lab.training.checkpoint import Checkpoint
 from subquad_lab.training.config import Training
-from subquad_lab.training.experiment import Carry, Experiment, PartName, Rows, SplitTask, Task
+from subquad_lab.training.experiment import Carry, Experiment, PartName, Rows, SplitTask, StagedTask, Task
 from subquad_lab.training.interruption import Interrupted, Interruption
 from subquad_lab.training.optimizers import make_optimizer
 from subquad_lab.training.processes import sequence_group
@@ -44,14 +45,18 @@ class Trainer:
         self, experiment: Experiment[Any], task: Task, settings: Training, run: Run, display: Display, sharing: int = 1
     ) -> None:  # fmt: skip
         self.experiment, self.task, self.settings, self.run, self.display = experiment, task, settings, run, display
-        self.accelerator = Accelerator(cpu=not torch.accelerator.is_available())
+        self.stages = task if isinstance(task, StagedTask) else None
+        reducer = DistributedDataParallelKwargs(find_unused_parameters=self.stages is not None)
+        self.accelerator = Accelerator(cpu=not torch.accelerator.is_available(), kwargs_handlers=[reducer])
         self.rank, self.world = self.accelerator.process_index, self.accelerator.num_processes
         self.sharing, self.group = sharing, sequence_group(sharing)
-        self.optimizer = make_optimizer(settings.optimizer, task.model.parameters(), settings.lr, settings.momentum,
-                                        settings.weight_decay)  # fmt: skip
+        groups = [list(task.model.parameters())] if self.stages is None else self.stages.groups
+        self.optimizer = make_optimizer(settings.optimizer, [{"params": group} for group in groups], settings.lr,
+                                        settings.momentum, settings.weight_decay)  # fmt: skip
         self.model, self.optimizer = self.accelerator.prepare(task.model, self.optimizer)
         self.total = settings.steps or settings.epochs * task.batches
-        self.progress = Progress()
+        self.boundaries = frozenset() if self.stages is None else self.stages.boundaries
+        self.progress = Progress(evaluated=-1 if 0 in self.boundaries else 0)
         self.carry = self._mine(task.begin(settings.batch))
         self.saved = 0.0  # seconds of training at the last checkpoint
         self.kept = 0  # the checkpoint that this process resumed from
@@ -92,6 +97,7 @@ class Trainer:
         """Perform one optimizer step."""
         begin = time.perf_counter()
         progress, accumulate = self.progress, self.settings.accumulate
+        rates = self._rates()
         rows = self._mine(dict(enumerate(self.task.batch(progress.epoch, progress.index))))
         pieces = list(zip(_cut(rows, accumulate), _cut(self.carry, accumulate), strict=True))
         losses, carries = [], []
@@ -108,15 +114,14 @@ class Trainer:
                 f"step {progress.step + 1}: the loss is {loss} and the gradient norm is {norm}; the step was not "
                 f"applied, and the last checkpoint in {self.run.checkpoints} is kept. Try a smaller --lr in a new run."
             )
-        lr = rate(self.settings, progress, self.total)
-        for group in self.optimizer.param_groups:
+        for group, lr in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = lr
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.carry = {name: torch.cat([carried[name] for carried in carries]) for name in self.carry}
         self._advance(self.task.count(tuple(rows.values())) * (self.world // self.sharing), time.perf_counter() - begin)
         if self.accelerator.is_main_process:
-            self.run.log(progress.step, {"epoch": self._epochs, "loss": loss, "gradient": norm, "lr": lr})
+            self.run.log(progress.step, {"epoch": self._epochs, "loss": loss, "gradient": norm, "lr": max(rates)})
             self.display.step(progress.step, part_done(self.settings, progress, self.total), loss,
                               progress.units / max(progress.seconds, 1e-9), self.experiment.unit)  # fmt: skip
 
@@ -134,10 +139,18 @@ class Trainer:
             self.accelerator.backward(mean / accumulate)
         return mean.detach(), {}
 
+    def _rates(self) -> list[float]:
+        """Return the learning rate of each group of parameters in the next step; a task in stages prepares for it."""
+        if self.stages is None:
+            return [rate(self.settings, self.progress, self.total)]
+        return self.stages.enter(self.progress.step)
+
     def _clip(self) -> float:
-        """Clip the gradients and return their norm before clipping."""
+        """Clip the gradients of each group of parameters, and return the norm of all before clipping."""
         limit = math.inf if self.settings.clip is None else self.settings.clip
-        return float(self.accelerator.clip_grad_norm_(self.model.parameters(), limit))
+        norms = [float(self.accelerator.clip_grad_norm_(group["params"], limit))
+                 for group in self.optimizer.param_groups]  # fmt: skip
+        return norms[0] if len(norms) == 1 else math.hypot(*norms)
 
     def _advance(self, units: int, seconds: float) -> None:
         progress = self.progress
@@ -153,7 +166,7 @@ class Trainer:
     def _is_evaluation_due(self) -> bool:
         step = self.progress.step
         every = self.settings.evaluate_every or self.task.batches
-        return step > self.progress.evaluated and (step % every == 0 or self.is_done)
+        return step > self.progress.evaluated and (step % every == 0 or step in self.boundaries or self.is_done)
 
     def evaluate(self) -> None:
         """Evaluate on the validation set and update the best value."""
@@ -183,6 +196,8 @@ class Trainer:
         return self.progress.step / self.task.batches
 
     def _figures(self, part: PartName) -> dict[str, float]:
+        if self.stages is not None:
+            self.stages.enter(self.progress.step)
         self.task.model.eval()
         try:
             with memory_for(f"evaluating {self.run.folder} on the {part} part", self._remedy):

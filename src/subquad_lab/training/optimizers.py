@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterable
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
 
 from subquad_lab import UsageError
 
@@ -24,12 +25,10 @@ Name = Literal["sgd", "sgdw", "average", "corrected", "adam", "adamw"]
 Past = Literal["momentum", "average", "corrected"]
 
 
-def make_optimizer(
-    name: Name, parameters: Iterable[nn.Parameter], lr: float, momentum: float = 0.0, decay: float = 0.0
-) -> Optimizer:
+def make_optimizer(name: Name, parameters: ParamsT, lr: float, momentum: float = 0.0, decay: float = 0.0) -> Optimizer:
     """Return the optimizer with this name.
 
-    >>> weights = nn.Parameter(torch.ones(2))
+    >>> weights = torch.nn.Parameter(torch.ones(2))
     >>> weights.grad = torch.tensor([1.0, -1.0])
     >>> make_optimizer("sgdw", [weights], lr=0.1, decay=1.0).step()
     >>> weights.data
@@ -45,7 +44,7 @@ class SGD(Optimizer):
     """Stochastic gradient descent with momentum or with an exponential moving average."""
 
     def __init__(
-        self, parameters: Iterable[nn.Parameter], lr: float, momentum: float = 0.0, past: Past = "momentum",
+        self, parameters: ParamsT, lr: float, momentum: float = 0.0, past: Past = "momentum",
         decay: float = 0.0, decoupled: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(parameters, dict(lr=lr, momentum=momentum, past=past, decay=decay, decoupled=decoupled))
@@ -68,7 +67,7 @@ class Adam(Optimizer):
     """Adam: the average gradient divided by the root of the average squared gradient."""
 
     def __init__(
-        self, parameters: Iterable[nn.Parameter], lr: float, betas: tuple[float, float] = (0.9, 0.999),
+        self, parameters: ParamsT, lr: float, betas: tuple[float, float] = (0.9, 0.999),
         epsilon: float = 1e-8, decay: float = 0.0, decoupled: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(parameters, dict(lr=lr, betas=betas, epsilon=epsilon, decay=decay, decoupled=decoupled))

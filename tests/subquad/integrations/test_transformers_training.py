@@ -86,3 +86,24 @@ def test_gradients_of_a_linear_method_agree_with_finite_differences():
                     parameter += size * direction[key]
                 values.append(value())
     assert ((values[0] - values[1]) / (2 * step) - slope).abs() < 1e-5 * slope.abs()
+
+
+@pytest.mark.parametrize("method", ["hedgehog", "window:4+hedgehog"])
+def test_a_learned_map_is_made_for_each_layer_and_is_part_of_the_model(method) -> None:
+    sizes = dict(num_hidden_layers=2, hidden_size=16, num_attention_heads=4, num_key_value_heads=2, intermediate_size=8)
+    transformers = pytest.importorskip("transformers")
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=9, **sizes)).eval()
+    names = list(model.state_dict())
+    tokens = torch.randint(0, 9, (2, 12), generator=torch.Generator().manual_seed(0))
+    report = replace_attention(model, method)
+    own = {name: p for name, p in model.named_parameters() if "subquad_map" in name}
+    assert len({id(p) for p in own.values()}) == len(own) == (4 if method == "hedgehog" else 6)
+    model.train()(tokens, labels=tokens).loss.backward()
+    assert all(bool(p.grad.any()) for p in own.values())
+    with torch.no_grad():
+        whole = model.eval()(tokens).logits
+        first = model(tokens[:, :7], use_cache=True)
+        steps = [model(tokens[:, [t]], past_key_values=first.past_key_values).logits for t in range(7, 12)]
+    torch.testing.assert_close(torch.cat([first.logits, *steps], 1), whole, rtol=0, atol=1e-5)
+    report.undo()
+    assert list(model.state_dict()) == names

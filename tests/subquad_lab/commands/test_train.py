@@ -88,14 +88,17 @@ def test_a_finished_run_is_not_trained_again(trained, capfd):
     ("arguments", "message"),
     [
         (["train"], "EXPERIMENT: expected an experiment or --resume RUN, got neither"),
-        (["train", "chess"], "invalid choice: 'chess' (choose from 'language', 'images', 'graphs', 'speech')"),
+        (
+            ["train", "chess"],
+            "invalid choice: 'chess' (choose from 'language', 'images', 'graphs', 'speech', 'recall')",
+        ),
         (["train", "language", "--lr", "fast"], "--lr: expected a number, got 'fast'"),
         (["train", "language", "--model", "gru"], "--model: expected one of 'rnn', 'lstm', 'transformer', got 'gru'"),
         (["train", "language", "--rate", "1"], "unrecognized arguments: --rate 1"),
         (["train", "language", "--batch", "0"], "batch: expected a positive integer, got 0"),
         (
             ["train", "language", "--preset", "best"],
-            "--preset: expected one of attention, lstm, published, quick, rnn, sound, got 'best'",
+            "--preset: expected one of attention, characters, long, lstm, published, quick, rnn, sound, got 'best'",
         ),
         (["train", "language", "--config", "no.yaml"], "no.yaml: No such file or directory"),
         (["train", "language", "--data", "nowhere"], "--data: no such folder"),
@@ -187,7 +190,7 @@ def test_help_of_every_field_comes_from_the_config(name, capfd):
         assert re.search(rf"--{option} (\{{\S+\}}|[A-Z_]+|\[\S+\]) \w+", text), option
 
 
-@pytest.mark.parametrize("experiment", ["language", "images", "graphs", "speech"])
+@pytest.mark.parametrize("experiment", ["language", "images", "graphs", "speech", "convert"])
 def test_a_link_that_leads_back_to_itself_is_refused(experiment, tmp_path, complaint):
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     message = complaint(["train", experiment, f"--data={tmp_path / 'loop'}", f"--out={tmp_path / 'runs'}"])

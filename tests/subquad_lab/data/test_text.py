@@ -117,3 +117,19 @@ def test_what_cannot_be_read_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "read_regular", refused)  # Root may read everything, so a real file would not do.
     with pytest.raises(UsageError, match=r"cannot read .*a.txt: Permission denied"):
         load_text(str(tmp_path))
+
+
+def test_characters_are_those_of_the_lines_with_single_spaces(tmp_path):
+    for part in module.PARTS:
+        (tmp_path / f"{part}.txt").write_text("Ab  b\nb\n")
+    corpus = load_text(str(tmp_path), "characters")
+    assert words(corpus, "train") == ["A", "b", " ", "b", END, "b", END]
+    assert corpus.split("bA b") == ["b", "A", " ", "b"]
+    assert corpus.text(corpus.numbers[c] for c in "bA b") == "bA b"
+
+
+def test_the_embedded_text_has_capitals_as_characters():
+    corpus = load_text(None, "characters")
+    assert 80 < len(corpus.words) < 200
+    assert "".join(words(corpus, "test")[:400]).count(" ") > 40
+    assert {"T", "t", ".", " "} <= set(corpus.words)

@@ -1,14 +1,20 @@
 """The language models: their equations, their streams, what they say."""
 
+import json
 import math
+import re
+from itertools import pairwise
 
 import pytest
 import torch
 from torch.nn import functional as F
 
+from small_runs import reseal
 from subquad_lab import UsageError
-from subquad_lab.experiments import language
+from subquad_lab.cli import main
+from subquad_lab.experiments import language, stored
 from subquad_lab.experiments.language import Config, count_parameters, make_model, matched
+from subquad_lab.experiments.positions import by_position
 from subquad_lab.models import parameters
 from subquad_lab.models.language import Transformer, choose, generate, rotate
 
@@ -232,3 +238,97 @@ def test_configs_that_make_no_sense_are_named(fields, message):
 def test_a_text_that_is_too_short_is_named(text):
     with pytest.raises(UsageError, match="batch: 16 streams of 128 words need more than the 1,320 training words"):
         language.build(Config(data=str(text)))
+
+
+# --- Perplexity by position ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_rotary_models_see_distances_only(name):
+    """All positions moved by the same number: the same logits."""
+    if name in RECURRENT:
+        pytest.skip("has no positions")
+    tokens = torch.randint(WORDS, (2, 12), generator=torch.Generator().manual_seed(1))
+    places = torch.arange(12)
+    rotary = model_of(name, positions="rotary")
+    one, moved = (rotary(tokens, None, places + by)[0] for by in (0, 1000))
+    # Kernels of feature methods depend on the rotated vectors themselves, not on their products alone.
+    if name.endswith(("exact", "taylor:2")):
+        torch.testing.assert_close(one, moved, rtol=1e-3, atol=1e-3)
+    else:
+        assert not torch.allclose(one, moved, rtol=1e-6, atol=1e-6)
+    learned = model_of(name, positions="learned")
+    one, moved = (learned(tokens, None, places + by)[0] for by in (0, 20))
+    assert not torch.allclose(one, moved, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("longest", [5, 16, 40])
+def test_each_position_is_predicted_from_all_words_before_it(longest):
+    model = model_of("transformer/exact")
+    words = torch.randint(WORDS, (60,), generator=torch.Generator().manual_seed(2))
+    found = by_position(model, words, longest, lambda: None)
+    edges = [0, *(edge for edge in (16, 32) if edge < longest), longest]
+    assert found["edges"] == edges
+    last = 59 - longest
+    count = min(32, 1 + last // max(1, longest // 16))
+    starts = [i * last // (count - 1) for i in range(count)]
+    assert starts[0] == 0 and starts[-1] == last  # the whole text
+    sums = [0.0] * longest
+    for start in starts:
+        for i in range(longest):
+            logits, _ = model(words[None, start : start + i + 1], None)
+            sums[i] += F.cross_entropy(logits[0, -1], words[start + i + 1]).item() / count
+    wanted = [sum(sums[a:b]) / (b - a) for a, b in pairwise(edges)]
+    assert found["cross_entropy"] == pytest.approx(wanted, rel=1e-9)
+
+
+def test_positions_are_recorded_read_and_plotted(text, tmp_path, capfd):
+    options = [f"--data={text}", "--width=8", "--heads=2", "--layers=1", "--context=8", "--batch=4", "--steps=2"]
+    out = tmp_path / "runs"
+    assert main(["train", "language", *options, "--longest=64", f"--out={out}"]) == 0
+    record = json.loads((out / "language-001" / "positions.json").read_text())
+    assert record["edges"] == [0, 16, 32, 64]
+    capfd.readouterr()
+    assert main(["evaluate", str(out / "language-001"), "--longest=64"]) == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert lines[0].split() == ["position", "perplexity"]
+    assert [line.split()[-1] for line in lines[1:]] == [f"{math.exp(x):.4g}" for x in record["cross_entropy"]]
+    assert main(["train", "language", *options, f"--out={out}"]) == 0
+    assert main(["report", f"--root={out}", "--out", str(tmp_path / "page.html")]) == 0
+    assert "language-shared-0-" in (tmp_path / "page.html").read_text()
+
+
+def test_learned_positions_are_not_evaluated_beyond_the_context(text, tmp_path, complaint):
+    options = [f"--data={text}", "--width=8", "--heads=2", "--context=8", "--batch=4", "--steps=1"]
+    message = complaint(["train", "language", *options, "--positions=learned", "--longest=9"])
+    assert "longest: learned positions end with the context of 8 words, got 9; train with --positions rotary" in message
+    out = tmp_path / "runs"
+    assert main(["train", "language", *options, "--positions=learned", "--longest=8", f"--out={out}"]) == 0
+    assert "learned positions end" in complaint(["evaluate", str(out / "language-001"), "--longest=9"])
+    assert "expected at most 164, the number of predicted" in complaint(
+        ["train", "language", *options, "--longest=999"]
+    )
+
+
+def test_a_config_without_the_new_fields_is_still_read(trained):
+    """Runs of earlier versions have no `tokens` and no `longest`."""
+    config = trained / "config.yaml"
+    lines = config.read_text().splitlines(keepends=True)
+    config.write_text("".join(line for line in lines if not line.startswith(("tokens:", "longest:"))))
+    reseal(trained)
+    assert len(config.read_text().splitlines()) == len(lines) - 2
+    _, task = stored.trained(trained)
+    assert task.config.tokens == "words" and task.config.longest is None
+
+
+# --- Characters -----------------------------------------------------------------------------------------------------
+
+
+def test_a_character_model_is_trained_and_sampled(text, tmp_path, capfd):
+    options = [f"--data={text}", "--model=rnn", "--embedding=6", "--width=8", "--context=5", "--batch=4", "--steps=2"]
+    assert main(["train", "language", *options, "--tokens=characters", f"--out={tmp_path}"]) == 0
+    about = json.loads((tmp_path / "language-001" / "run.json").read_text())
+    assert about["data"]["words"] == 14  # <unk>, <eos>, w, a space, and ten digits
+    capfd.readouterr()
+    assert main(["sample", str(tmp_path / "language-001"), "--prompt=w1 w", "--words=4", "--count=1"]) == 0
+    assert re.fullmatch(r"w1 w[w\d ]{0,4}", capfd.readouterr().out.rstrip("\n"))

@@ -13,7 +13,8 @@ from subquad_lab.options.fields import config_from, presets, read, split_off
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_every_shipped_config_fits_the_code(name):
     found = presets(name)
-    assert {"sound", "published"} <= found.keys()
+    new = ("recall", "convert")  # They repeat no published set-up.
+    assert {"sound"} | (set() if name in new else {"published"}) <= found.keys()
     for path in found.values():
         values = read(path)
         config = config_from(EXPERIMENTS[name], values, path)

@@ -58,7 +58,7 @@ def test_a_signal_saves_the_run_and_ends_it(number, text, tmp_path):
 def places(tmp_path_factory) -> dict[str, Path]:
     """Folders with runs of one process and of two.
 
-    A process takes seconds to begin, so both of two make all their runs in turn: new ones of three experiments, one of
+    A process takes seconds to begin, so both of two make all their runs in turn: new ones of five experiments, one of
     them a series, and one that a single process has begun. The same for a Transformer, whose sequences are shared by
     both processes, or by two of four.
     """
@@ -67,11 +67,17 @@ def places(tmp_path_factory) -> dict[str, Path]:
     write_text(places["text"])
     speech = [f"--data={write_digits(root / 'digits')}", "--clips=36", "--batch=4", "--width=8", "--blocks=1",
               "--steps=12", "--dropout=0", "--warmup=3", "--characters=20"]  # fmt: skip
+    pairs = ["--task=induction", "--pairs=3,8", "--length=16", "--vocabulary=12", "--width=8", "--batch=4",
+             "--steps=12"]  # fmt: skip
+    stages = [f"--data={places['text']}", "--methods=window:2+hedgehog,linear:elu", "--untrained=window:2", "--batch=4",
+              "--context=8", "--width=8", "--heads=2", "--layers=1", "--rank=2", "--exact-tokens=160", "--tokens=160",
+              "--adapt-tokens=160", "--evaluate-tokens=64", "--dropout=0", "--lr=0.01"]  # fmt: skip
     series = [f"--data={write_pictures(root / 'small.npz')}", "--seeds=2", "--steps=6", "--batch=8", "--dropout=0"]
     commands = {}
     for name in ("one", "two"):
         language = command(places["text"], places[name], "--steps=50", "--dropout=0")
-        others = [["train", "speech", *speech], ["train", "images", *series]]
+        others = [["train", "speech", *speech], ["train", "recall", *pairs], ["train", "convert", *stages],
+                  ["train", "images", *series]]  # fmt: skip
         commands[name] = [language, *([*other, f"--out={places[name]}"] for other in others)]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as in each of the two
@@ -165,6 +171,20 @@ class TestTwoProcesses:
         assert len(one) == 14
         for line, other in zip(one, two, strict=True):
             assert other == pytest.approx(line, rel=1e-5)
+
+    def test_they_train_recall(self, places):
+        """Sequences differ in the number of their queries; each of them counts the same."""
+        one, two = (lines(places[name] / "recall-001") for name in ("one", "two"))
+        assert len(one) == 13
+        for line, other in zip(one, two, strict=True):
+            assert other == pytest.approx(line, rel=1e-5)
+
+    def test_they_convert_a_model_in_stages(self, places):
+        """Each stage leaves parameters without gradients, which two processes must not wait for."""
+        one, two = (lines(places[name] / "convert-001") for name in ("one", "two"))
+        assert [line["step"] for line in one] == [*range(1, 6), 5, *range(6, 11), 10, *range(11, 16), 15]
+        for line, other in zip(one, two, strict=True):
+            assert other == pytest.approx(line, rel=1e-4)
 
     @pytest.mark.parametrize("seed", ["seed-0", "seed-1"])
     def test_they_train_a_series(self, seed, places):

@@ -26,7 +26,7 @@ from subquad._engines.features.sums import Tokens
 from subquad._engines.result import Result
 from subquad._torch_internals import has_open_size, is_recorded, is_transformed
 from subquad.methods.memory_limit import check_memory, needs_features
-from subquad.methods.method import FeatureMethod, UserMap, feature_method
+from subquad.methods.method import FeatureMethod, feature_method
 
 
 def run(method: Any, call: Call, form: Form | None = None, chunk: int | None = None) -> Result:
@@ -39,8 +39,8 @@ def run(method: Any, call: Call, form: Form | None = None, chunk: int | None = N
         wide = torch.autocast(call.layout.device.type, enabled=False)
     with wide:
         whole = call
-        if isinstance(features, UserMap):
-            features, call = mapped(features, call)[:2]
+        if features.is_learned:
+            features, call = mapped(method, call)[:2]
         q, k, v = call.folded()
         k = k if call.log_scales is None else torch.cat([k, call.log_scales[..., None]], -1)
         tokens = Tokens(q, k, v, call.keep(), call.segments)

@@ -7,7 +7,7 @@ one more column, as `Given` describes.
 """
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,9 +28,9 @@ class Mapped(NamedTuple):
     key_scale: Tensor | None = None  # (..., key heads, m)
 
 
-def mapped(method: UserMap, call: Call) -> Mapped:
+def mapped(feature_map: Any, call: Call) -> Mapped:
     """Return the call with features for queries and keys; a token that is not finite has features that are not."""
-    layout, (q, k, v) = call.layout, call.folded()
+    method, layout, (q, k, v) = UserMap(feature_map), call.layout, call.folded()
     q, k = layout.unfold_query(q), layout.unfold(k)
     finite = [x.isfinite().all(-1, keepdim=True) for x in (q, k)]
     roots = root_scales(call.logit_scale)

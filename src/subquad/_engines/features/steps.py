@@ -6,7 +6,6 @@ S <- S + phi(k) [v, 1],    out = phi(q) S
 import ctypes
 from dataclasses import replace
 from math import prod, sqrt
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -21,8 +20,7 @@ from subquad._engines.features.kernel import feature_kernel
 from subquad._engines.features.mapped import mapped
 from subquad._engines.features.native_call import Operands, Results, packed_call
 from subquad._torch_internals import is_transformed
-from subquad.methods.feature_map import FeatureMap
-from subquad.methods.method import FeatureMethod, UserMap, feature_method
+from subquad.methods.method import FeatureMethod, feature_method
 from subquad.native.calls import FeatureCall, address, check_result
 from subquad.native.loader import FOUND
 
@@ -64,7 +62,6 @@ class MappedSteps:
 
     def __init__(self, state: State, call: Call, steps: FeatureSteps) -> None:
         self._state, self._call, self._steps = state, call, steps
-        self._map = UserMap(cast(FeatureMap, state.method))
 
     @property
     def normalizer(self) -> Tensor:
@@ -82,7 +79,7 @@ class MappedSteps:
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor | None:
         """Return (..., heads, 1, e) for the next token."""
-        call = mapped(self._map, self._call._replace(query=query, key=key, value=value)).call
+        call = mapped(self._state.method, self._call._replace(query=query, key=key, value=value)).call
         return self._steps(call.query, call.key, call.value)
 
 
@@ -93,19 +90,17 @@ def prepared(
     if state.sums is None or state.poison is None:
         return None
     method = feature_method(state.method)
-    if isinstance(method, UserMap):
-        return _prepared_map(method, state, scale, query, key, value)
+    if method.is_learned:
+        return _prepared_map(state, scale, query, key, value)
     return _prepared(method, state, scale, query, key, value)
 
 
-def _prepared_map(
-    method: UserMap, state: State, scale: float | None, query: Tensor, key: Tensor, value: Tensor
-) -> MappedSteps | None:
+def _prepared_map(state: State, scale: float | None, query: Tensor, key: Tensor, value: Tensor) -> MappedSteps | None:
     """Return the steps of a map without a log-scale."""
     if state.log_scale is not None or not state.sums.dtype == query.dtype == value.dtype:  # type: ignore[union-attr]
         return None
     call = Call.of(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
-    given = mapped(method, call)
+    given = mapped(state.method, call)
     own = replace(state, method=given.method, scale=1.0)
     steps = _prepared(given.method, own, 1.0, given.call.query, given.call.key, given.call.value)
     return None if steps is None else MappedSteps(state, call, steps)

@@ -4,7 +4,7 @@ Query i sees the keys up to i - w: the last queries meet the first keys. The cal
 a column of ones, so that the sums of weights and their gradients come along.
 
 Axes: b batch and key heads, g query heads per key head, n queries, m keys, d width, e value width, w near keys,
-c keys that leave it.
+c keys that leave the window.
 """
 
 from dataclasses import replace
@@ -24,7 +24,7 @@ from subquad._engines.features.mapped import mapped
 from subquad._engines.finite import widen
 from subquad._engines.sparse.memory import Tokens, folded
 from subquad.methods.hybrid import Hybrid
-from subquad.methods.method import FeatureMethod, UserMap, feature_method
+from subquad.methods.method import FeatureMethod, feature_method
 
 
 class Far(NamedTuple):
@@ -115,8 +115,8 @@ def _computed(
         if call.log_scales is not None:
             weights = call.log_scales * root_scales(whole.logit_scale)[1]
             scales.append(_level(weights, keys.keep, before)[:, None, late:])
-    if own.has_log_scale or isinstance(own, UserMap):
-        own, call, query_scale, key_scale = mapped(UserMap(plain), call)
+    if own.has_log_scale or own.is_learned:
+        own, call, query_scale, key_scale = mapped(plain, call)
         if query_scale is not None:
             scales.append(query_scale.reshape(q.shape[:3]))
         if key_scale is not None:
