@@ -48,6 +48,11 @@ METHODS = {
     "separable": Separable(),
     "own map": Squares(),
 }
+FITTED = {  # at width 4
+    "fitted taylor": Taylor(2, key_shift=[0.5, -0.25, 0.1, 0.3], query_shift=[0.7, 1.1, -0.9, 0.4]),
+    "fitted features": RandomFeatures(16, key_shift=[0.5, -0.25, 0.1, 0.3], balance=[2.0, 0.5, 1.0, 1.5]),
+}
+ALL_METHODS = METHODS | FITTED
 RANDOM = [name for name, method in METHODS.items() if isinstance(method, RandomFeatures)]
 
 SAMPLE_LENGTH = 70  # tokens of calls whose rows are sampled
@@ -62,6 +67,7 @@ SAMPLE_MASKS = {
 }
 
 by_method = pytest.mark.parametrize("name", METHODS)
+by_any_method = pytest.mark.parametrize("name", ALL_METHODS)  # also those that are fitted to width 4
 by_causal_form = pytest.mark.parametrize("form", ["dense", "chunked", "fused"])
 
 SEGMENTS = torch.tensor([0] * 5 + [7] + [0] * 9 + [2] * 6)  # The same id after another one is a new segment.

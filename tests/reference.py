@@ -4,6 +4,7 @@ Independent of the library's forms and masks; only random projections and a user
 """
 
 import math
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -34,10 +35,14 @@ METHODS = {
     "taylor2": Taylor(2),
     "taylor3": Taylor(3),
     "shifted": Taylor(2, key_shift=torch.tensor([0.5, -0.25, 0.1, 0.3])),
+    "both sides": Taylor(2, key_shift=[0.5, -0.25, 0.1, 0.3], query_shift=[0.2, 0.4, -0.3, 0.1]),
+    "queries": Taylor(3, query_shift=[2.0, -1.4, 0.3, 0.1]),
     "diagonal": Taylor(2, basis="diagonal"),
+    "diagonal queries": Taylor(2, basis="diagonal", query_shift=[0.2, 0.4, -0.3, 0.1]),
     "positive": RandomFeatures(7),
     "scaled": RandomFeatures(7, coupling="simplex", scale=-0.15),
     "hyperbolic": RandomFeatures(6, scale=-0.1, kind="hyperbolic", key_shift=torch.tensor([0.5, -0.25, 0.1, 0.3])),
+    "balanced": RandomFeatures(7, key_shift=[0.5, -0.25, 0.1, 0.3], balance=[2.0, 0.5, 1.0, 1.5]),
     "trigonometric": RandomFeatures(6, kind="trigonometric", coupling="independent"),
     "identity": Linear("identity"),
     "elu": Linear("elu"),
@@ -69,8 +74,17 @@ def visible(n: int, m: int, is_causal: bool, keep: Tensor | None, segments: Tens
 
 def weights(method: object, q: Tensor, k: Tensor, scale: float, seen: Tensor) -> Tensor:
     """(..., n, m) before the normalizer."""
-    if getattr(method, "key_shift", None) is not None:
-        k = k - torch.tensor(method.key_shift, dtype=k.dtype)
+    shift, query_shift, balance = (getattr(method, name, None) for name in ("key_shift", "query_shift", "balance"))
+    if shift is not None:
+        k = k - torch.tensor(shift, dtype=k.dtype)
+    if query_shift is not None:
+        b = torch.tensor(query_shift, dtype=q.dtype)
+        return (
+            weights(replace(method, key_shift=None, query_shift=None), q - b, k, scale, seen)
+            * ((k @ b * scale).exp()[..., None, :])
+        )
+    if balance is not None:
+        q, k = q * torch.tensor(balance, dtype=q.dtype), k / torch.tensor(balance, dtype=k.dtype)
     x = q @ k.mT * scale
     if isinstance(method, Exact):
         return x.exp()

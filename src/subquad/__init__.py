@@ -22,6 +22,7 @@ from subquad.methods.random_features import RandomFeatures, optimal_scale
 from subquad.methods.separable import Separable
 from subquad.methods.taylor import Taylor
 from subquad.methods.window import Window
+from subquad.nn.fit import fit_attention
 from subquad.nn.multihead import MultiheadAttention
 from subquad.nn.replace import replace_attention
 from subquad.nn.report import Replacement, Replacements
@@ -31,6 +32,7 @@ from subquad.planning.cost import cost, multihead_cost
 from subquad.planning.cost_result import Cost
 from subquad.planning.crossover import crossover
 from subquad.planning.error import error, needed_degree, needed_features
+from subquad.planning.fit import Fit, fit
 from subquad.planning.measured_error import logit_range, measure_error
 from subquad.planning.plan import plan
 from subquad.planning.plan_result import Candidate, Plan
@@ -43,9 +45,10 @@ __all__ = [
     "Hedgehog", "Window", "BlockSparse", "Hybrid", "Multipole", "Auto", "FeatureMap", "State",
     # predict
     "cost", "multihead_cost", "crossover", "error", "needed_degree", "needed_features", "optimal_scale", "logit_range",
-    "measure_error", "plan",
+    "measure_error", "fit", "plan",
     # modules
-    "MultiheadAttention", "replace_attention", "sdpa",
+    "MultiheadAttention", "replace_attention", "fit_attention", "sdpa",
     # result types
-    "Candidate", "Choice", "Cost", "ErrorEstimate", "Plan", "Replacement", "Replacements", "RoutedCalls", "Routing",
+    "Candidate", "Choice", "Cost", "ErrorEstimate", "Fit", "Plan", "Replacement", "Replacements", "RoutedCalls",
+    "Routing",
 ]  # fmt: skip

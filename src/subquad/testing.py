@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from subquad._calls.call import Call
 from subquad._engines import run
-from subquad._engines.features.method_kernel import shifted
+from subquad._engines.features.alignment import aligned
 from subquad.attention import quiet_attention
 from subquad.methods import FeatureMap, MethodLike, feature_method, resolve
 from subquad.methods.method import UserMap
@@ -200,10 +200,12 @@ class FeatureMapConformance:
         return features, torch.zeros_like(features[..., 0]) if log_scale is None else log_scale
 
     def _weights(self, q: Tensor, k: Tensor) -> Tensor:
-        root = self.width**-0.25  # square root of the default scale, for q and k each
-        a, _ = self._features(q * root, is_query=True)
-        c, log_scale = self._features(shifted(feature_method(self.method), k, k.shape[-3]) * root, is_query=False)
-        return a @ c.mT * log_scale[..., None, :].exp()
+        call, root = Call.of(q, k, k), self.width**-0.25  # square root of the default scale, for q and k each
+        q, k = aligned(feature_method(self.method), call)
+        q, k = call.layout.unfold_query(q) * root, call.layout.unfold(k) * root
+        a, _ = self._features(q, is_query=True)
+        c, log_scale = self._features(k[..., : self.width], is_query=False)
+        return a @ c.mT * (log_scale + k[..., self.width :].sum(-1))[..., None, :].exp()
 
     def _oracle(
         self, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, keep: Tensor | None, segments: Tensor | None

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from calls import (
+    ALL_METHODS,
     MASKS,
-    METHODS,
     attended,
+    by_any_method,
     by_mask,
-    by_method,
     forms_of,
     in_form,
     normal,
@@ -48,7 +48,7 @@ def std_of(name: str) -> float:
     return 0.5 if name in UNSURE else 1.0
 
 
-@by_method
+@by_any_method
 @by_mask
 def test_forms_agree(name, mask):
     """Two query heads share each key head."""
@@ -56,31 +56,31 @@ def test_forms_agree(name, mask):
     inputs = [normal(*shape, seed=i, std=std_of(name)) for i, shape in enumerate(shapes)]
 
     def run_form(form: str, *x: Tensor) -> Tensor:
-        return in_form(form, METHODS[name], *x, **MASKS[mask])
+        return in_form(form, ALL_METHODS[name], *x, **MASKS[mask])
 
     for form in forms_of(mask):
         assert_agree(inputs, run_form, form)
 
 
-@by_method
+@by_any_method
 @pytest.mark.parametrize(("n", "m", "chunk"), [(300, 300, 16), (30, 11, 4), (11, 30, 4)])
 def test_forms_agree_at_length_and_where_lengths_differ(name, n, m, chunk):
     inputs = normal_inputs(1, 2, n=n, m=m, std=std_of(name))
     for form, is_causal in (("chunked", True), ("linear", False), ("fused", True), ("fused", False)):
 
         def run_form(form: str, *x: Tensor, is_causal=is_causal) -> Tensor:
-            return attended(METHODS[name], *x, form=form, chunk=chunk, is_causal=is_causal)[0]
+            return attended(ALL_METHODS[name], *x, form=form, chunk=chunk, is_causal=is_causal)[0]
 
         assert_agree(inputs, run_form, form)
 
 
-@by_method
+@by_any_method
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_forms_agree_in_half_precision(name, dtype):
     inputs = normal_inputs(1, 2, n=100, dtype=dtype)
-    golden = attended(METHODS[name], *(x.double() for x in inputs), form="dense")[0]
-    reference = attended(METHODS[name], *inputs, form="dense")[0]
-    found = attended(METHODS[name], *inputs, form="chunked", chunk=16)[0]
+    golden = attended(ALL_METHODS[name], *(x.double() for x in inputs), form="dense")[0]
+    reference = attended(ALL_METHODS[name], *inputs, form="dense")[0]
+    found = attended(ALL_METHODS[name], *inputs, form="chunked", chunk=16)[0]
     assert found.dtype == dtype
     assert (found - golden).abs().max() <= 2 * (reference - golden).abs().max()
 
@@ -105,7 +105,7 @@ def test_a_constant_in_the_normalizer_is_noticed():
         assert relative(attended(Linear("relu"), q * scale, k, v)[0], with_epsilon(q, k, v, 0.0).nan_to_num(0.0)) < 1e-6
 
 
-@by_method
+@by_any_method
 @pytest.mark.parametrize("scale", SCALES)
 def test_forms_agree_whatever_the_size_of_the_queries(name, scale):
     inputs = normal_inputs(2, n=20, std=std_of(name))
@@ -113,6 +113,6 @@ def test_forms_agree_whatever_the_size_of_the_queries(name, scale):
     for form, is_causal in (("chunked", True), ("step", True), ("linear", False), ("fused", True), ("fused", False)):
 
         def run_form(form: str, *x: Tensor, is_causal=is_causal) -> Tensor:
-            return in_form(form, METHODS[name], *x, is_causal=is_causal)
+            return in_form(form, ALL_METHODS[name], *x, is_causal=is_causal)
 
         assert_agree(inputs, run_form, form)

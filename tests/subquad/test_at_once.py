@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from calls import INF, MASKS, METHODS, NAN, attended, by_mask, by_method, normal_inputs, resumed, totals
+from calls import ALL_METHODS, INF, MASKS, NAN, attended, by_any_method, by_mask, normal_inputs, resumed, totals
 from subquad import BlockSparse, Window
 from subquad._engines.features import at_once, engine
 from subquad._engines.sparse import at_once as sparse_at_once
@@ -34,44 +34,44 @@ def inputs(n: int = 21, **options) -> list[Tensor]:
     return [q, *normal_inputs(2, 2, n=n, dtype=torch.float64, seed=1, **options)[1:]]
 
 
-@by_method
+@by_any_method
 @by_mask
 def test_chunks_at_once_are_the_dense_form(name, mask, open_sizes) -> None:
     # Exponents of large keys differ by more than exp can bear.
     for std in (1.0, 30.0) if name in ("separable", "positive") else (1.0,):
         q, k, v = inputs(std=std)
-        expected = attended(METHODS[name], q, k, v, form="dense", **MASKS[mask])[0]
-        found = attended(METHODS[name], q, k, v, form="chunked", **MASKS[mask])[0]
+        expected = attended(ALL_METHODS[name], q, k, v, form="dense", **MASKS[mask])[0]
+        found = attended(ALL_METHODS[name], q, k, v, form="chunked", **MASKS[mask])[0]
         torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8)
         one = [x[0, :1] for x in (q, k, v)]
         masks = {key: x if isinstance(x, bool) else x[0] for key, x in MASKS[mask].items()}
-        alone = attended(METHODS[name], *one, form="chunked", **masks)[0]  # one head of one sequence
+        alone = attended(ALL_METHODS[name], *one, form="chunked", **masks)[0]  # one head of one sequence
         torch.testing.assert_close(alone, expected[0, :1], rtol=1e-8, atol=1e-8)
 
 
-@by_method
+@by_any_method
 @pytest.mark.parametrize("mask", ["causal", "causal, padding", "causal, segments"])
 def test_a_sequence_in_pieces_at_once(name, mask, open_sizes) -> None:
     q, k, v = inputs()
     given = {key: value for key, value in MASKS[mask].items() if key != "is_causal"}
-    expected = attended(METHODS[name], q, k, v, form="dense", **MASKS[mask])[0]
+    expected = attended(ALL_METHODS[name], q, k, v, form="dense", **MASKS[mask])[0]
     for pieces in ([7, 14], [5, 1, 3, 12], [16, 5]):
-        found, state = resumed(METHODS[name], q, k, v, pieces=pieces, form="chunked", **given)
+        found, state = resumed(ALL_METHODS[name], q, k, v, pieces=pieces, form="chunked", **given)
         torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8)
         assert state.length == 21
     with pytest.MonkeyPatch.context() as patch:  # the state as the usual forms make it
         patch.setattr(engine, "has_open_size", lambda *_: False)
-        _, usual = resumed(METHODS[name], q, k, v, pieces=[21], form="chunked", **given)
+        _, usual = resumed(ALL_METHODS[name], q, k, v, pieces=[21], form="chunked", **given)
     torch.testing.assert_close(totals(state), totals(usual), rtol=1e-8, atol=1e-8)
 
 
-@by_method
+@by_any_method
 def test_what_is_not_finite_reaches_the_rows_that_see_it(name, open_sizes) -> None:
     q, k, v = inputs()
     k[0, 0, 10], v[1, 1, 3], q[1, 0, 6] = NAN, INF, NAN
     for mask in MASKS:
-        expected = attended(METHODS[name], q, k, v, form="dense", **MASKS[mask])[0]
-        found = attended(METHODS[name], q, k, v, form="chunked", **MASKS[mask])[0]
+        expected = attended(ALL_METHODS[name], q, k, v, form="dense", **MASKS[mask])[0]
+        found = attended(ALL_METHODS[name], q, k, v, form="chunked", **MASKS[mask])[0]
         torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8, equal_nan=True)
 
 
@@ -116,10 +116,10 @@ def test_a_window_in_pieces_that_a_compiler_records(name, monkeypatch) -> None:
         assert state.permit is None and state.keys.shape[-2] <= WINDOWS[name].size - 1
 
 
-@by_method
+@by_any_method
 def test_queries_and_keys_of_different_lengths(name, open_sizes) -> None:
     """Aligned at the start; after a state, at the end."""
-    method, (q, k, v) = METHODS[name], inputs()
+    method, (q, k, v) = ALL_METHODS[name], inputs()
     for n, m in ((6, 21), (21, 6)):
         given = q[..., :n, :], k[..., :m, :], v[..., :m, :]
         expected = attended(method, *given, form="dense")[0]

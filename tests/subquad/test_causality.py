@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from calls import (
+    ALL_METHODS,
     INF,
-    METHODS,
     NAN,
     attended,
+    by_any_method,
     by_causal_form,
-    by_method,
     normal_inputs,
     relative,
     same_bits,
@@ -110,32 +110,32 @@ def test_a_maximum_over_all_keys_is_noticed():
     assert leaks(rounding, POISON, rounds=2) > 200
 
 
-@by_method
+@by_any_method
 @by_causal_form
 def test_ten_thousand_edits_of_the_future_leave_the_past_bitwise_the_same(name, form):
     def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attended(METHODS[name], q, k, v, form=form, chunk=6)[0]
+        return attended(ALL_METHODS[name], q, k, v, form=form, chunk=6)[0]
 
     assert leaks(function, (*POISON, *HUGE, *MILD)) == 0
 
 
-@by_method
+@by_any_method
 def test_the_form_that_a_call_chooses_keeps_the_past_too(name):
     """Several chunks of the default length, and more copies than are computed at once."""
     copies, n, generator = 200, 300, torch.Generator().manual_seed(1)
     inputs = [x.expand(copies, -1, -1, -1).contiguous() for x in normal_inputs(1, 1, n=n)]
     cut = torch.randint(1, n, (copies,), generator=generator)
     changed = [edited(x, cut, (*POISON, *HUGE, *MILD), generator) for x in inputs]
-    plain, found = (attention(*x, is_causal=True, method=METHODS[name]) for x in (inputs, changed))
+    plain, found = (attention(*x, is_causal=True, method=ALL_METHODS[name]) for x in (inputs, changed))
     assert bool((same_bits(found, plain).all(-1) | ~before(cut, n)).all())
 
 
-@by_method
+@by_any_method
 @by_causal_form
 @pytest.mark.parametrize("kinds", [MILD, POISON], ids=["mild", "poison"])
 def test_edits_of_the_future_leave_the_gradients_of_the_past_bitwise_the_same(name, form, kinds):
 
     def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return attended(METHODS[name], q, k, v, form=form, chunk=6)[0]
+        return attended(ALL_METHODS[name], q, k, v, form=form, chunk=6)[0]
 
     assert leaks(function, kinds, rounds=1, of_gradients=True) == 0

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from calls import METHODS, RANDOM, attended, by_method, normal_inputs, same_bits, with_gradients
+from calls import ALL_METHODS, RANDOM, attended, by_any_method, normal_inputs, same_bits, with_gradients
 from subquad import RandomFeatures
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -34,17 +34,17 @@ def test_redrawing_inside_a_call_is_noticed():
     assert not is_deterministic(redrawn_on_every_call)
 
 
-@by_method
+@by_any_method
 def test_same_call_same_bits(name):
-    assert is_deterministic(lambda *x: attended(METHODS[name], *x)[0])
+    assert is_deterministic(lambda *x: attended(ALL_METHODS[name], *x)[0])
 
 
 @pytest.mark.parametrize("name", RANDOM)
 def test_the_seed_decides_and_redrawing_gives_another_method(name):
-    inputs, kind = normal_inputs(2, 2, n=30), METHODS[name].kind
+    inputs, kind = normal_inputs(2, 2, n=30), ALL_METHODS[name].kind
     # A width and seed that nothing has drawn before: the global generators must stay untouched by the first draw too.
     assert is_deterministic(lambda *x: attended(RandomFeatures(18, kind, seed=1234), *x)[0])
-    method = METHODS[name]
+    method = ALL_METHODS[name]
     other = method.redraw(seed=1)
     assert other != method
     assert other == RandomFeatures(16, kind, seed=1)

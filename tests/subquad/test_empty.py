@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from calls import METHODS, NAN, attended, by_method, in_form, normal_inputs, with_gradients
+from calls import ALL_METHODS, NAN, attended, by_any_method, in_form, normal_inputs, with_gradients
 from subquad import attention
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -30,9 +30,9 @@ def test_zero_divided_by_zero_is_noticed():
     assert not gives_nothing(lambda *x: divided_by_nothing(*x, hidden), normal_inputs(2, 2, n=9))
 
 
-@by_method
+@by_any_method
 def test_rows_without_keys_are_zero_with_zero_gradient(name):
-    method, inputs = METHODS[name], normal_inputs(2, 2, n=9)
+    method, inputs = ALL_METHODS[name], normal_inputs(2, 2, n=9)
     hidden = torch.zeros(2, 9, dtype=torch.bool)
     for form, is_causal in (("dense", True), ("chunked", True), ("step", True), ("dense", False), ("linear", False),
                             ("fused", True), ("fused", False)):  # fmt: skip
@@ -52,10 +52,10 @@ def test_rows_without_keys_are_zero_with_zero_gradient(name):
 by_few_tokens = pytest.mark.parametrize(("n", "m"), [(0, 0), (0, 5), (5, 0), (1, 1), (1, 5), (5, 1), (0, 1), (1, 0)])
 
 
-@by_method
+@by_any_method
 @by_few_tokens
 def test_calls_with_no_token_or_one(name, n, m):
-    method, inputs = METHODS[name], normal_inputs(2, 2, n=n, m=m)
+    method, inputs = ALL_METHODS[name], normal_inputs(2, 2, n=n, m=m)
     for is_causal, return_state in itertools.product((True, False), repeat=2):
         out = attended(method, *inputs, is_causal=is_causal, return_state=return_state)[0]
         expected = attended(method, *inputs, is_causal=is_causal, form="dense")[0]
@@ -67,12 +67,12 @@ def test_calls_with_no_token_or_one(name, n, m):
             assert none.shape == (*shape, n, 3)
 
 
-@by_method
+@by_any_method
 @by_few_tokens
 def test_gradients_of_calls_with_no_token_or_one(name, n, m):
     inputs = normal_inputs(2, 2, n=n, m=m)
     for is_causal in (True, False):
-        _, *grads = with_gradients(lambda *x, c=is_causal: attended(METHODS[name], *x, is_causal=c)[0], *inputs)
+        _, *grads = with_gradients(lambda *x, c=is_causal: attended(ALL_METHODS[name], *x, is_causal=c)[0], *inputs)
         assert [grad.shape for grad in grads] == [x.shape for x in inputs]
         assert all(bool(grad.isfinite().all()) for grad in grads)
 

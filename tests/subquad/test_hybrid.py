@@ -51,6 +51,8 @@ def hedgehog() -> Hedgehog:
 FAR = {
     "taylor": Taylor(2),
     "shifted": Taylor(2, key_shift=SHIFT),
+    "both sides": Taylor(2, key_shift=SHIFT, query_shift=[0.3 * x + 0.2 for x in SHIFT]),
+    "balanced": RandomFeatures(16, key_shift=SHIFT, balance=[1.0 + 0.5 * i for i in range(WIDTH)]),
     "elu": Linear("elu"),
     "positive": RandomFeatures(16),
     "hyperbolic": RandomFeatures(16, "hyperbolic", key_shift=SHIFT),
@@ -94,6 +96,12 @@ def far_weights(far: object, q: Tensor, k: Tensor, scale: float) -> Tensor:
     shift = getattr(far, "key_shift", None)
     center = torch.zeros(WIDTH, dtype=q.dtype) if shift is None else torch.tensor(shift, dtype=q.dtype)
     own = (q @ center * scale).exp()[..., None]  # exp(q.k) = exp(q.(k - c)) exp(q.c)
+    if getattr(far, "query_shift", None) is not None:  # exp((q - b).(k - c)) exp(b.(k - c)) exp(q.c)
+        b = torch.tensor(far.query_shift, dtype=q.dtype)
+        own, q = own * ((k - center) @ b * scale).exp()[..., None, :], q - b
+    if getattr(far, "balance", None) is not None:
+        factors = torch.tensor(far.balance, dtype=q.dtype)
+        q, k, center = q * factors, k / factors, center / factors
     if isinstance(far, Taylor):
         x = q @ (k - center).mT * scale
         return own * sum(x**p / math.factorial(p) for p in range(far.degree + 1))

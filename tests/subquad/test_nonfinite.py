@@ -8,13 +8,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from calls import (
+    ALL_METHODS,
     INF,
     KEEP,
     MASKS,
-    METHODS,
     NAN,
+    by_any_method,
     by_mask,
-    by_method,
     forms_of,
     in_form,
     normal_inputs,
@@ -53,23 +53,23 @@ def test_zero_times_nan_is_noticed():
     assert poisoned_rows(function(*inputs)[..., 2:, :], plain).any()
 
 
-@by_method
+@by_any_method
 @by_mask
 def test_what_is_not_finite_reaches_exactly_the_rows_that_see_it(name, mask):
     inputs, seen = normal_inputs(2, 2, n=21), visible(mask)
     for form in ("dense", *forms_of(mask)):
-        plain = in_form(form, METHODS[name], *inputs, **MASKS[mask])
+        plain = in_form(form, ALL_METHODS[name], *inputs, **MASKS[mask])
         for which, (place, garbage) in itertools.product(
             range(3), [(0, NAN), (5, INF), (8, NAN), (12, -INF), (20, NAN)]
         ):
             changed = [x.clone() for x in inputs]
             changed[which][..., place, :] = garbage
-            found = in_form(form, METHODS[name], *changed, **MASKS[mask])
+            found = in_form(form, ALL_METHODS[name], *changed, **MASKS[mask])
             expected = torch.arange(21) == place if which == 0 else seen[:, place]
             assert torch.equal(poisoned_rows(found, plain), expected), (form, which, place)
 
 
-@by_method
+@by_any_method
 @pytest.mark.parametrize("mask", ["segments", "causal, segments"])
 @pytest.mark.parametrize("is_dense", [True, False])
 def test_what_is_not_finite_leaves_the_gradients_of_other_segments_alone(name, mask, is_dense):
@@ -77,7 +77,9 @@ def test_what_is_not_finite_leaves_the_gradients_of_other_segments_alone(name, m
     rows = ~visible("segments")[:, 10]
 
     def gradients(k: Tensor, v: Tensor) -> list[Tensor]:
-        found = with_gradients(lambda *x: in_form(form, METHODS[name], *x, **MASKS[mask]), inputs[0], k, v, rows=rows)
+        found = with_gradients(
+            lambda *x: in_form(form, ALL_METHODS[name], *x, **MASKS[mask]), inputs[0], k, v, rows=rows
+        )
         return [grad[..., rows, :] for grad in found[1:]]
 
     here = torch.arange(21)[:, None] == 10
@@ -86,7 +88,7 @@ def test_what_is_not_finite_leaves_the_gradients_of_other_segments_alone(name, m
         assert torch.equal(found, plain)
 
 
-@by_method
+@by_any_method
 def test_a_query_that_is_not_finite_gets_no_gradient_from_a_row_that_does_not_count(name):
     """As in the slots of padding, whose rows are left out of a loss."""
     inputs = normal_inputs(2, 2, n=21)
@@ -94,7 +96,7 @@ def test_a_query_that_is_not_finite_gets_no_gradient_from_a_row_that_does_not_co
     for form in ("dense", "chunked", "fused"):
 
         def function(*x: Tensor, form=form) -> Tensor:
-            return in_form(form, METHODS[name], *x, is_causal=True)
+            return in_form(form, ALL_METHODS[name], *x, is_causal=True)
 
         _, *grads = with_gradients(function, *inputs, rows=torch.arange(21) != 8)
         assert all(bool(grad.isfinite().all()) for grad in grads)

@@ -8,12 +8,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from calls import (
+    ALL_METHODS,
     INF,
-    METHODS,
     NAN,
     assert_same,
     attended,
-    by_method,
+    by_any_method,
     in_form,
     normal_inputs,
     relative,
@@ -64,7 +64,7 @@ def test_a_mask_on_values_alone_is_noticed(which):
     assert relative(found, masks_only_values(*(x[..., keep, :] for x in inputs), None)) > 0.2
 
 
-@by_method
+@by_any_method
 @pytest.mark.parametrize("which", PADDINGS)
 @pytest.mark.parametrize("garbage", [None, NAN, INF])
 def test_padded_is_unpadded_in_outputs_and_gradients(name, which, garbage):
@@ -74,19 +74,19 @@ def test_padded_is_unpadded_in_outputs_and_gradients(name, which, garbage):
             def function(
                 q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None, form=form, is_causal=is_causal
             ) -> Tensor:
-                return in_form(form, METHODS[name], q, k, v, keep=keep, is_causal=is_causal)
+                return in_form(form, ALL_METHODS[name], q, k, v, keep=keep, is_causal=is_causal)
 
             assert padding_error(function, padding(which), garbage) < 1e-10, (form, is_causal)
 
 
-@by_method
+@by_any_method
 @pytest.mark.parametrize("which", PADDINGS)
 def test_padded_is_unpadded_in_the_state(name, which):
     keep, inputs = padding(which), normal_inputs(2, 2, n=24, dtype=torch.float64)
-    shorter = totals(attended(METHODS[name], *(x[..., keep, :] for x in inputs), return_state=True)[1])
+    shorter = totals(attended(ALL_METHODS[name], *(x[..., keep, :] for x in inputs), return_state=True)[1])
     hidden = [torch.where(keep[:, None], x, NAN) for x in inputs]
     for options in ({"is_causal": True, "chunk": 4}, {"is_causal": False}):
-        _, whole = attended(METHODS[name], *hidden, keep=keep.expand(2, -1), return_state=True, **options)
+        _, whole = attended(ALL_METHODS[name], *hidden, keep=keep.expand(2, -1), return_state=True, **options)
         assert_same(totals(whole), shorter)
-    _, steps = resumed(METHODS[name], *hidden, pieces=[1] * 24, keep=keep.expand(2, -1))
+    _, steps = resumed(ALL_METHODS[name], *hidden, pieces=[1] * 24, keep=keep.expand(2, -1))
     assert_same(totals(steps), shorter)

@@ -139,7 +139,7 @@ def test_a_sample_tells_more_than_a_range() -> None:
     k = k * 0.3 + 4
     found = plan(sample=(q * 0.3, k, v), query_length=100_000)
     assert found.method.key_shift is not None
-    assert label_of(found.method).endswith("keys centered")
+    assert label_of(found.method).endswith("centered")
     assert found.choice.error.known_by == "sample"
     assert found.choice.error.relative * 2 <= 0.05
     methods = {type(c.method) for c in found.candidates}
@@ -296,7 +296,7 @@ def test_a_plan_has_a_short_repr_though_key_shifts_are_long() -> None:
     assert found.method.key_shift is not None
     assert repr(found) == f"Plan({label_of(found.method)}, purpose='swap', candidates={len(found.candidates)})"
     assert max(len(repr(c)) for c in found.candidates) < 200
-    assert "keys centered" in repr(found.choice)
+    assert "centered" in repr(found.choice)
 
 
 def test_sizes_may_be_integers_of_numpy() -> None:

@@ -9,10 +9,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from calls import (
+    ALL_METHODS,
     MASKS,
-    METHODS,
     assert_same,
     attended,
+    by_any_method,
     by_method,
     normal,
     normal_inputs,
@@ -49,11 +50,11 @@ def test_a_state_without_its_normalizer_is_noticed():
     assert relative(torch.cat([head, tail], 1), whole) > 0.5
 
 
-@pytest.mark.parametrize("name", ["exact", *METHODS])
+@pytest.mark.parametrize("name", ["exact", *ALL_METHODS])
 @pytest.mark.parametrize("mask", [mask for mask in MASKS if MASKS[mask]["is_causal"]])
 def test_whole_is_chunks_is_steps_is_cut_and_resumed(name, mask):
     """Outputs, gradients and the sums with their normalizer, with two query heads for each key head."""
-    method, options, n = {"exact": Exact(), **METHODS}[name], MASKS[mask], 21
+    method, options, n = {"exact": Exact(), **ALL_METHODS}[name], MASKS[mask], 21
     inputs = [
         normal(2, heads, n, d, seed=i, dtype=torch.float64) for i, (heads, d) in enumerate([(4, 4), (2, 4), (2, 3)])
     ]
@@ -73,7 +74,7 @@ def test_whole_is_chunks_is_steps_is_cut_and_resumed(name, mask):
 @by_method
 def test_the_state_holds_the_sums_of_the_formula(name):
     """The normalizer, the last column, is the sum of the features themselves."""
-    method, (q, k, v) = METHODS[name], normal_inputs(2, n=21, dtype=torch.float64)
+    method, (q, k, v) = ALL_METHODS[name], normal_inputs(2, n=21, dtype=torch.float64)
     _, state = attended(method, q, k, v, chunk=4, return_state=True)
     if name == "separable":
         features = (k * 4**-0.25).exp()
@@ -85,11 +86,11 @@ def test_the_state_holds_the_sums_of_the_formula(name):
     assert_same(totals(state), features.mT @ F.pad(v, (0, 1), value=1.0))
 
 
-@by_method
+@by_any_method
 def test_keys_without_causality_are_added_piece_by_piece(name):
     """Queries see what the state holds and the new keys, all of them."""
     q, k, v = normal_inputs(2, n=9, m=30, dtype=torch.float64)
-    method = METHODS[name]
+    method = ALL_METHODS[name]
     _, state = attended(method, q[:, :0], k[:, :17], v[:, :17], is_causal=False, return_state=True)
     found, state = attended(method, q, k[:, 17:], v[:, 17:], is_causal=False, state=state, return_state=True)
     assert_same(found, attended(method, q, k, v, is_causal=False, form="dense")[0])

@@ -50,6 +50,7 @@ class Call(NamedTuple):
     is_headless: bool = False  # the query came without a head dimension
     is_autocast: bool = False
     # For calls whose keys are a part of those of all processes; users cannot set them.
+    log_scales: Tensor | None = None  # (b, m), of the keys, divided by the root of the scale; see features/alignment.py
     following: State | None = None  # of the keys after these, in the last segment; not causal
     first_row: int | None = None  # position of the first query among the keys, if it is not where torch puts it
 

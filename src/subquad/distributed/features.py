@@ -20,8 +20,8 @@ from torch import Tensor
 
 from subquad._calls.call import Call
 from subquad._calls.state import State
+from subquad._engines.features.alignment import aligned
 from subquad._engines.features.mapped import mapped
-from subquad._engines.features.method_kernel import shifted
 from subquad.distributed.gathered import Gathered
 from subquad.distributed.in_turn import InTurn
 from subquad.distributed.peers import Peers
@@ -35,14 +35,13 @@ GATHERED_OVERHEAD = 0.45  # time for adding up keys, over that of causal attenti
 def attend(method: Any, call: Call, peers: Peers, runs: Runs | None) -> tuple[Tensor, State | None]:
     """Return the output of this rank's queries (..., heads, n, e), and the state of all ranks' keys if wanted."""
     features = feature_method(method)
-    plain = method
-    if features.key_shift is not None:
-        call = call._replace(key=shifted(features, call.key, call.layout.key_heads))
-        plain = replace(method, key_shift=None)
-    whole = call
+    names = ("key_shift", "query_shift", "balance")
+    vectors = {name: None for name in names if getattr(features, name) is not None}
+    plain, whole = replace(method, **vectors) if vectors else method, call
     if features.is_learned:  # Outside the exchange, so that plain differentiation finds its parameters.
         plain, call = mapped(method, call)[:2]
-    tokens = Tokens(*call.folded(), call.keep(), None if runs is None else runs.numbers)
+    q, k = aligned(features, call)
+    tokens = Tokens(q, k, call.folded()[2], call.keep(), None if runs is None else runs.numbers)
     setup = Setup(plain, tokens, peers, _folded(plain, call), call.is_causal, call.logit_scale, call.return_state)
     exchange = InTurn(setup) if runs_in_turn(setup) else Gathered(setup)
     sums = None if setup.before is None else setup.before.sums

@@ -25,7 +25,7 @@ class Tokens(NamedTuple):
     """The folded inputs of a rank, or of some of its heads."""
 
     q: Tensor  # (b, g, n, d)
-    k: Tensor  # (b, m, d)
+    k: Tensor  # (b, m, d); or (b, m, d + 1), the last column a log-scale
     v: Tensor  # (b, m, e)
     keep: Tensor | None = None  # (b, m), True = may be seen
     runs: Tensor | None = None  # (b, m), segments, numbered through all ranks
@@ -61,11 +61,12 @@ class Setup:
     ) -> tuple[Tensor, State]:
         """Return (b, g, n, e) of some heads between the keys of two states, and the state after them."""
         q, k, v, keep, runs = tokens
+        k, log_scales = _split(k, q.shape[-1])
         call = Call.of(
             q, k[:, None], v[:, None], is_causal=self.is_causal, scale=self.scale, enable_gqa=True,
             key_padding_mask=keep, segment_ids=runs, state=before, return_state=return_state,
         )  # fmt: skip
-        output, state, _ = run(self.method, call._replace(following=following))
+        output, state, _ = run(self.method, call._replace(following=following, log_scales=log_scales))
         assert state is not None or not return_state
         return output, state  # type: ignore[return-value]
 
@@ -80,11 +81,12 @@ class Setup:
             inside = runs == edge
             own = inside if keep is None else keep & inside
             named = dict(segment=edge, is_whole=inside.all(1, keepdim=True))
+        k, log_scales = _split(k, q.shape[-1])
         call = Call.of(
             q[:, :, :0], k[:, None], v[:, None], scale=self.scale, enable_gqa=True, key_padding_mask=own,
             return_state=True,
         )  # fmt: skip
-        state = run(self.method, call).state
+        state = run(self.method, call._replace(log_scales=log_scales)).state
         assert state is not None
         return replace(state, **named)
 
@@ -100,6 +102,11 @@ class Setup:
             segment = tokens.runs.new_full((len(v), 1), -1)
             named |= dict(segment=segment, is_whole=torch.ones_like(segment, dtype=torch.bool))
         return State(self.method, 0, self.scale, **named)
+
+
+def _split(k: Tensor, width: int) -> tuple[Tensor, Tensor | None]:
+    """Return the keys (b, m, d), and their log-scales if they are the last column."""
+    return (k, None) if k.shape[-1] == width else (k[..., :width], k[..., width])
 
 
 class Piece(NamedTuple):

@@ -30,8 +30,8 @@ MethodLike: TypeAlias = AnyMethod | MethodName | str  # what a user may pass; a 
 
 __all__ = [
     "AnyMethod", "BUILT_IN", "BlockSparse", "ErrorEstimate", "Exact", "FeatureMap", "FeatureMethod", "Hedgehog",
-    "Hybrid", "Linear", "Method", "MethodLike", "MethodName", "Multipole", "NAMES", "RandomFeatures", "Separable",
-    "Taylor", "Window", "feature_method", "for_layer", "label_of", "resolve",
+    "Hybrid", "KINDS", "Linear", "Method", "MethodLike", "MethodName", "Multipole", "NAMES", "RandomFeatures",
+    "Separable", "Taylor", "Window", "feature_method", "for_layer", "label_of", "resolve",
 ]  # fmt: skip
 
 

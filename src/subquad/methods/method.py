@@ -19,7 +19,7 @@ from subquad.methods.error_estimate import UNKNOWN_ERROR, ErrorEstimate
 from subquad.methods.feature_map import FeatureMap
 
 Engine = Literal["exact", "features", "hybrid", "multipole", "sparse"]
-Shift = tuple[float, ...] | tuple[tuple[float, ...], ...]
+Vectors = tuple[float, ...] | tuple[tuple[float, ...], ...]  # one, or one for each key head
 
 
 class Traits(NamedTuple):
@@ -89,7 +89,7 @@ class FeatureMethod(Method):
         degree: The degree of the kernels' map, where it has one.
         normalizer: Each row is divided by its weights' sum ("row"), each feature by its own ("feature"), or not at all.
         has_log_scale: Whether features come with a log-scale per token.
-        key_shift: A constant vector that is subtracted from all keys.
+        key_shift, query_shift, balance: Fitted coordinates; see `alignment.py`.
         is_learned: Whether the map may hold parameters.
     """
 
@@ -97,13 +97,20 @@ class FeatureMethod(Method):
     family: ClassVar[str] = "linear"
     degree: int = 1
     normalizer: Literal["row", "feature", "none"] = "row"
-    has_log_scale: ClassVar[bool] = False
+    has_log_scale: bool | property = False
     is_learned: ClassVar[bool] = False
-    key_shift: Shift | None = None
+    key_shift: Vectors | None = None
+    query_shift: Vectors | None = None
+    balance: Vectors | None = None
 
     @property
     def native_map(self) -> str | None:
         return None
+
+    @property
+    def is_aligned(self) -> bool:
+        """Whether queries or keys are brought to fitted coordinates first."""
+        return any(vectors is not None for vectors in (self.key_shift, self.query_shift, self.balance))
 
     @property
     def of_logits(self) -> Callable[[Tensor], Tensor] | None:
@@ -201,7 +208,7 @@ class Given(FeatureMethod):
     """
 
     count: int
-    has_log_scale: bool = False  # type: ignore[misc]
+    has_log_scale: bool = False
 
     @property
     def native_map(self) -> str | None:

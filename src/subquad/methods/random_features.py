@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 
 from subquad._torch_internals import exponential
+from subquad.methods.alignment import alignment_suffix, as_vectors
 from subquad.methods.checks import check_choice, check_whole
 from subquad.methods.error_estimate import ErrorEstimate
 from subquad.methods.feature_variance import MAX_SCALE, optimal_scale, prior_scale, relative_variance
 from subquad.methods.memory_limit import check_memory
-from subquad.methods.method import FeatureMethod, Shift, Traits
+from subquad.methods.method import FeatureMethod, Traits, Vectors
 from subquad.methods.projections import COUPLINGS, Coupling, drawn
-from subquad.methods.shift import as_shift, shift_suffix
 
 __all__ = ["CANDIDATE_COUNTS", "KINDS", "Kind", "RandomFeatures", "Scale", "optimal_scale"]
 
@@ -54,6 +54,8 @@ class RandomFeatures(FeatureMethod):
             scale for entries of unit variance, |q+k|^2 = 2 sqrt(d): a constant, so it tells queries nothing about later
             keys. It is worse than 0 where |q+k|^2 is below about 0.6 to 0.8 sqrt(d).
         key_shift: As for `Taylor`.
+        balance: Positive factors of shape (width,) or (heads, width) that multiply all queries and divide all keys.
+            Logits do not change; the variance depends on |q + k|, which does.
         matrix: (rows, width), a stored constant that replaces the draw.
 
     Example:
@@ -66,14 +68,15 @@ class RandomFeatures(FeatureMethod):
     name = "random"
     family: ClassVar[str] = "random"
     argument = "num_features"
-    has_log_scale: ClassVar[bool] = True
+    has_log_scale = True
 
     num_features: int = 256
     kind: Kind = "positive"
     coupling: Coupling = "orthogonal"
     seed: int = 0
     scale: Scale = 0.0
-    key_shift: Shift | None = None
+    key_shift: Vectors | None = None
+    balance: Vectors | None = None
     matrix: Tensor | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -87,7 +90,8 @@ class RandomFeatures(FeatureMethod):
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise ValueError(f"seed: expected an integer, got {self.seed!r}")
         self._check_scale()
-        object.__setattr__(self, "key_shift", as_shift(self.key_shift))
+        object.__setattr__(self, "key_shift", as_vectors("key_shift", self.key_shift))
+        object.__setattr__(self, "balance", as_vectors("balance", self.balance, positive=True))
 
     def _check_scale(self) -> None:
         scale = self.scale
@@ -107,7 +111,7 @@ class RandomFeatures(FeatureMethod):
     def label(self) -> str:
         scale = repr(self.scale) if self.scale == "auto" else f"{self.scale:.3g}"
         suffix = f", scale={scale}" if self.scale else ""
-        return f"RandomFeatures({self.num_features}, {self.kind!r}{suffix}){shift_suffix(self.key_shift)}"
+        return f"RandomFeatures({self.num_features}, {self.kind!r}{suffix}){alignment_suffix(self)}"
 
     @property
     def native_map(self) -> str | None:

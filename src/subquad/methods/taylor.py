@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from subquad._torch_internals import has_open_size
+from subquad.methods.alignment import alignment_suffix, as_vectors
 from subquad.methods.checks import check_choice, check_whole
 from subquad.methods.error_estimate import UNKNOWN_ERROR, ErrorEstimate
-from subquad.methods.method import FeatureMethod, Shift, Traits
+from subquad.methods.method import FeatureMethod, Traits, Vectors
 from subquad.methods.series_error import series_error
-from subquad.methods.shift import as_shift, shift_suffix
 from subquad.methods.tables import constant
 
 FEW_TOKENS = 2  # up to this many, the number of operations costs more than the arithmetic
@@ -43,6 +43,8 @@ class Taylor(FeatureMethod):
             features): a known shortcut that no longer equals the series, kept to show what it costs.
         key_shift: A vector of shape (width,) or (heads, width) to subtract from all keys. Softmax does not change, but
             logits come closer to zero.
+        query_shift: The same for all queries, one vector for each key head. The series then replaces
+            exp((q - b).(k - c)) alone; the rest, exp(b.k), is an exact weight of each key.
 
     Example:
         >>> Taylor(2).size(64)
@@ -59,12 +61,14 @@ class Taylor(FeatureMethod):
 
     degree: int = 2
     basis: Literal["symmetric", "diagonal"] = "symmetric"
-    key_shift: Shift | None = None
+    key_shift: Vectors | None = None
+    query_shift: Vectors | None = None
 
     def __post_init__(self) -> None:
         check_whole("degree", self.degree, 0, meaning=", the highest power")
         check_choice("basis", self.basis, ("symmetric", "diagonal"))
-        object.__setattr__(self, "key_shift", as_shift(self.key_shift))
+        for name in ("key_shift", "query_shift"):
+            object.__setattr__(self, name, as_vectors(name, getattr(self, name)))
 
     @property
     def positive(self) -> bool:  # type: ignore[override]
@@ -82,11 +86,15 @@ class Taylor(FeatureMethod):
     @property
     def label(self) -> str:
         basis = "" if self.basis == "symmetric" else f", basis={self.basis!r}"
-        return f"Taylor({self.degree}{basis}){shift_suffix(self.key_shift)}"
+        return f"Taylor({self.degree}{basis}){alignment_suffix(self)}"
 
     @property
     def native_map(self) -> str | None:
         return "taylor" if self.basis == "symmetric" and index(self.degree) in NATIVE_DEGREES else None
+
+    @property
+    def has_log_scale(self) -> bool:  # type: ignore[override]
+        return self.query_shift is not None
 
     @property
     def of_logits(self) -> Callable[[Tensor], Tensor] | None:
@@ -137,16 +145,16 @@ class Taylor(FeatureMethod):
         return self.monomials(x) * self.table(x.shape[-1], x.dtype, x.device).sqrt()
 
     def traits(self, width: int) -> Traits:
-        r, p, constant = self.size(width), self.degree, self.degree == 0
+        r, p, constant, scales = self.size(width), self.degree, self.degree == 0, int(self.has_log_scale)
         if self.basis == "diagonal":  # The weights of features make another copy, and so do derivatives of powers.
-            return Traits(r, constant=constant, making=2 * r, result=r, kept=r, gradient=3 * r)
+            return Traits(r, constant=constant, log_scales=scales, making=2 * r, result=r, kept=r, gradient=3 * r)
         # Products of each degree, then all of them side by side; those of degree p - 1 once more, from p = 3 on.
         before = comb(width + p - 2, p - 1) if p > 2 else 0
         # Horner's rule has the logits, the last result and the next one.
         pairs = (3, p + 1, 4) if p > 1 else (2, 1, 1)
         return Traits(
-            r, constant=constant, making=(2 if p > 1 else 1) * r + before, result=r, kept=r + before, gradient=r,
-            pairs=pairs,
+            r, constant=constant, log_scales=scales, making=(2 if p > 1 else 1) * r + before, result=r,
+            kept=r + before, gradient=r, pairs=pairs,
         )  # fmt: skip
 
     def error(

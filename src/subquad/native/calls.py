@@ -37,13 +37,13 @@ class FeatureCall(Structure):
     _fields_ = [
         *((name, c_int64) for name in (
             "map", "degree", "wide", "threads", "causal", "normalized", "chunk", "pairs", "parts", "shared", "batch",
-            "group", "queries", "keys", "query_width", "key_width", "values", "features",
+            "group", "queries", "keys", "query_width", "key_width", "values", "features", "heads", "tilted",
         )),
         ("query_scale", c_double), ("key_scale", c_double),
         *((name, Strided) for name in ("q", "k", "v")),
         *((name, c_void_p) for name in (
-            "keep", "table", "turned", "before", "before_poison", "before_scale", "after", "after_poison",
-            "after_scale", "output", "normalizer", "poison",
+            "keep", "table", "turned", "before", "before_poison", "before_scale", "coordinates", "after",
+            "after_poison", "after_scale", "output", "normalizer", "poison",
         )),
         ("output_grad", Strided),
         *((name, c_void_p) for name in ("q_grad", "k_grad", "v_grad", "after_grad", "before_grad")),
@@ -51,7 +51,7 @@ class FeatureCall(Structure):
 
 
 # The same structure, packed from plain numbers: several times faster than setting the fields one by one.
-FEATURE_CALL = Struct("18q 2d 18q 12q 11q")
+FEATURE_CALL = Struct("20q 2d 18q 13q 11q")
 
 
 class SegmentsCall(Structure):

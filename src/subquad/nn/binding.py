@@ -1,13 +1,15 @@
-"""What a module needs to compute attention by a method: the random matrix as a buffer, a learned map of its own.
+"""What a module needs to compute attention by a method: random matrix and fitted vectors as buffers, a learned map.
 
-    bind_method(self, method, head_dim, heads)  in __init__: sets `method`, and the buffer `random_matrix`
+    bind_method(self, method, head_dim, heads)  in __init__: sets `method`, and the buffers
     bound_method(self)                          in forward: the method with that buffer as its matrix
 
 `quiet_attention` then computes without the warning that was given at construction.
 
-The buffer belongs to the module itself, so that its key in a state_dict is `random_matrix`.
+Buffers belong to the module itself, so that their keys in a state_dict are `random_matrix`, `key_shift` and so on. A
+method holds its vectors as plain numbers; the buffers save them, and `fitted_by` reads them back.
 """
 
+from collections.abc import Mapping
 from copy import copy
 from dataclasses import replace
 from typing import Any
@@ -16,14 +18,19 @@ import torch
 from torch import Tensor, nn
 
 from subquad.methods import RandomFeatures, for_layer
+from subquad.planning.coordinates import as_tuples
+
+# Buffers that hold what `fit` has found, and the fields of the methods.
+FITTED = {"key_shift": "key_shift", "query_shift": "query_shift", "balance": "balance", "feature_scale": "scale"}
 
 
 def bind_method(module: nn.Module, method: Any, head_dim: int, heads: int = 1, like: Tensor | None = None) -> None:
     """Make a method part of a module.
 
-    Sets `module.method`, so that a map that is an `nn.Module` becomes a submodule, and registers the buffer
-    `random_matrix`: the matrix of `RandomFeatures`, None for other methods. A learned map without sizes, such as
-    `Hedgehog()`, gets those of the module, and parameters of its own.
+    Sets `module.method`, so that a map that is an `nn.Module` becomes a submodule, and registers the buffers
+    `random_matrix`, the matrix of `RandomFeatures`, and `key_shift`, `query_shift`, `balance` and `feature_scale`, what
+    `fit` has found; each is None for methods without it. A learned map without sizes, such as `Hedgehog()`, gets those
+    of the module, and parameters of its own.
 
     Args:
         module: The module that will call `attention`.
@@ -41,6 +48,11 @@ def bind_method(module: nn.Module, method: Any, head_dim: int, heads: int = 1, l
     # An `Auto` that remembers does so for each module: layers have different logits.
     module.method = copy(method) if getattr(method, "remember", False) else own_method(method, head_dim, heads, like)
     module.register_buffer("random_matrix", random_matrix(method, head_dim, like))
+    device = None if like is None else like.device
+    for name, field in FITTED.items():
+        given = getattr(method, field, None)
+        given = None if given in (0.0, "auto") else given
+        module.register_buffer(name, None if given is None else torch.tensor(given, device=device))
 
 
 def bound_method(module: nn.Module) -> Any:
@@ -48,6 +60,18 @@ def bound_method(module: nn.Module) -> Any:
     if module.random_matrix is None:
         return module.method
     return replace(module.method, matrix=module.random_matrix)  # type: ignore[type-var]
+
+
+def fitted_by(method: Any, saved: Mapping[str, Tensor], prefix: str = "") -> Any:
+    """Return the method with what the buffers in a state_dict say was fitted; the method itself if they say nothing."""
+    found: dict[str, Any] = {}
+    for name, field in FITTED.items():
+        vectors = saved.get(prefix + name)
+        if vectors is not None and hasattr(method, field):
+            rows = vectors.detach().double().cpu().reshape(-1, vectors.shape[-1] if vectors.dim() else 1)
+            numbers: Any = as_tuples(rows)
+            found[field] = numbers if vectors.dim() == 2 else numbers[0] if vectors.dim() else numbers[0][0]
+    return replace(method, **found) if found else method
 
 
 def own_method(method: Any, head_dim: int, heads: int, like: Tensor | None = None, key_heads: int | None = None) -> Any:

@@ -18,10 +18,15 @@ from torch.nn import functional as F
 
 from subquad._engines import engine_of
 from subquad.attention import MethodLike, quiet_attention, redirect, resolve, warn_about
-from subquad.nn.binding import bind_method, bound_method, random_matrix
+from subquad.nn.binding import FITTED, bind_method, bound_method, fitted_by, random_matrix
 from subquad.nn.masks import ShapeError, as_bias, check_mask, check_shape, factored, shown_keys, softmax_weights
 
-OWN_ATTRIBUTES = ("dropout", "method", "random_matrix")  # all others are shared with the module that was replaced
+OWN_ATTRIBUTES = (
+    "dropout",
+    "method",
+    "random_matrix",
+    *FITTED,
+)  # all others are shared with the module that was replaced
 
 
 class MultiheadAttention(nn.Module):
@@ -90,6 +95,10 @@ class MultiheadAttention(nn.Module):
     dropout: float
     method: Any
     random_matrix: Tensor | None
+    key_shift: Tensor | None
+    query_shift: Tensor | None
+    balance: Tensor | None
+    feature_scale: Tensor | None
 
     def __init__(
         self,
@@ -257,6 +266,12 @@ class MultiheadAttention(nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         # A checkpoint of torch's module does not contain the method. One with only part of a feature map fails to load.
+        fitted = fitted_by(self.method, state_dict, prefix)
+        if fitted is not self.method:
+            bind_method(self, fitted, self.head_dim, like=next(self.parameters()))
+        for name in FITTED:
+            if (own := getattr(self, name)) is not None:
+                state_dict.setdefault(f"{prefix}{name}", own)
         if self.random_matrix is not None:
             matrix = random_matrix(self.method, self.head_dim, like=next(self.parameters()))
             state_dict.setdefault(f"{prefix}random_matrix", matrix)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from subquad._calls.call import Call
 from subquad._engines import engine_of
-from subquad._engines.features.method_kernel import shifted
+from subquad._engines.features.alignment import aligned
 from subquad.methods import RandomFeatures, Taylor, label_of
 from subquad.methods.error_estimate import UNKNOWN_ERROR, ErrorEstimate
 from subquad.planning.asking_cost import method_rows_flops
@@ -107,20 +107,21 @@ class Asker:
     def bound(self, method: Taylor) -> float:
         """Return a bound of the squared error over all rows, rounding aside; infinity where there is none."""
         reach = self.risk
-        if method.key_shift is not None:
-            reach = risks(self.call, shifted(method, self.call.key, self.call.layout.key_heads))
+        if method.is_aligned:
+            q, k = aligned(method, self.call)
+            reach = risks(self.call, (q, k[..., : q.shape[-1]]))
         part = taylor_bound(method, reach)
         return inf if part is None else float((part * 2 * self.radius[:, None, None]).square().sum())
 
     def _squared_norm(self, method: Any) -> float:
         """Return |q + k|^2, scaled, of a typical query and key at right angles."""
-        if method.key_shift not in self.norms:
-            key = shifted(method, self.call.key, self.call.layout.key_heads)
-            keep, keys = self.call.keep(), self.call.layout.fold_key(key).float().square().sum(-1)
+        coordinates = method.key_shift, method.balance
+        if coordinates not in self.norms:
+            queries, keys = (x.float().square().sum(-1) for x in aligned(method, self.call))
+            keep = self.call.keep()
             seen = keys if keep is None else keys[keep]
-            queries = self.call.layout.fold_query(self.call.query).float().square().sum(-1)
-            self.norms[method.key_shift] = abs(self.call.logit_scale) * float(queries.median() + seen.median())
-        return self.norms[method.key_shift]
+            self.norms[coordinates] = abs(self.call.logit_scale) * float(queries.median() + seen.median())
+        return self.norms[coordinates]
 
     @cached_property
     def radius(self) -> Tensor:

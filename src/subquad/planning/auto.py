@@ -30,6 +30,7 @@ from subquad.methods.error_estimate import NO_ERROR, ErrorEstimate, check_max_er
 from subquad.planning.asker import STANDARD_ERRORS, Asker
 from subquad.planning.asking_cost import exact_flops, exact_rows_flops, method_rows_flops
 from subquad.planning.calibration_file import cached
+from subquad.planning.coordinates import Moments, centered
 from subquad.planning.cost import cost_of
 from subquad.planning.rows import exact_rows, pick_rows, risks, undisturbed
 from subquad.planning.shape import Shape
@@ -64,8 +65,9 @@ class Auto:
     """The cheapest method whose relative error is at most `max_error`, else exact attention; decided for each call.
 
     The candidates are `Taylor` of degree 1 to 4, hyperbolic `RandomFeatures`, and, where the native kernels compute
-    them, `Window` and `Multipole`, for logits that are too large for a map around zero. In a causal call, later tokens
-    can change which method is chosen, but never what a method computes.
+    them, `Window` and `Multipole`, for logits that are too large for a map around zero. Unless the call is causal, the
+    first two also compete fitted to the call: centered and balanced. In a causal call, later tokens can change which
+    method is chosen, but never what a method computes.
 
     If norms give a bound, the error budget is guaranteed up to rounding. If rows are sampled, it holds statistically,
     with a margin: rare rows with ordinary norms can be missed. A window is always judged by sampled rows, and drops far
@@ -211,7 +213,7 @@ def _questions(asker: Asker, faster: list[Any], first: AnyMethod | None) -> Iter
     rows = asker.exact.shape[2]
     last = [method_rows_flops(m, asker.shape, rows) for m in faster if engine_of(m) == "multipole" and m != first]
     asker.reserve = sum(price for price in last if price <= asker.budget)
-    yield from (m for m in _with_shifts(faster, asker.call) if m != first)
+    yield from (m for m in _with_fitted(faster, asker.call) if m != first)
 
 
 def _shape(call: Call, training: bool) -> Shape:
@@ -239,19 +241,15 @@ def _faster(query: Tensor, shape: Shape) -> list[Any]:
     return sorted((method for method, p in prices.items() if p < limit), key=lambda method: prices[method])
 
 
-def _with_shifts(methods: list[Any], call: Call) -> list[Any]:
-    """Add methods that center the keys, except in causal calls, where a mean over all keys would leak the future."""
+def _with_fitted(methods: list[Any], call: Call) -> list[Any]:
+    """Add methods in coordinates from the means of the call, except in causal calls, where those would leak the future.
+
+    Nothing is searched: the moments take one pass over queries and keys, and `Asker` checks the result as any other.
+    """
     if call.is_causal:
         return methods
-    center = tuple(map(tuple, _center(call).tolist()))
-    pairs = ([m, replace(m, key_shift=center)] if "key_shift" in m.__dataclass_fields__ else [m] for m in methods)
+    device = call.query.device
+    rows, keys = (torch.arange(count, device=device) for count in (call.layout.queries, call.layout.keys))
+    moments = Moments.of(call, rows, keys)
+    pairs = ([m, centered(m, moments)] if isinstance(m, Taylor | RandomFeatures) else [m] for m in methods)
     return [method for pair in pairs for method in pair]
-
-
-def _center(call: Call) -> Tensor:
-    """Return (key heads, d): the mean of the keys that may be seen."""
-    keys, shown = call.layout.fold_key(call.key).double(), call.keep()
-    keep = keys.new_ones(keys.shape[:-1]) if shown is None else shown.double()
-    sums: Tensor = torch.where(keep[..., None] > 0, keys, 0.0).sum(1).unflatten(0, (-1, call.layout.key_heads)).sum(0)
-    counts: Tensor = keep.sum(1).unflatten(0, (-1, call.layout.key_heads)).sum(0)
-    return sums / counts.clamp(min=1)[:, None]

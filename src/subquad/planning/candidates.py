@@ -1,9 +1,9 @@
 """The methods that a plan considers, and their errors: predicted from the logit range, or measured on a sample.
 
 Each method says itself which of its values are worth considering (`Method.candidates`). Without a sample the number of
-random features that just meets the budget is added, with the best scale for the range; with one, methods that center
-the keys. Multipole and Window are
-added where the native kernels compute them: a sample tells their errors, a range of logits does not.
+random features that just meets the budget is added, with the best scale for the range; with one, methods that are
+fitted to it. Multipole and Window are added where the native kernels compute them: a sample tells their errors, a range
+of logits does not.
 """
 
 from collections.abc import Callable
@@ -16,6 +16,7 @@ from subquad.methods import BUILT_IN, Exact, Linear, Multipole, RandomFeatures, 
 from subquad.methods.error_estimate import NO_ERROR, UNKNOWN_ERROR, ErrorEstimate, LogitRange, as_range
 from subquad.methods.random_features import CANDIDATE_COUNTS, optimal_scale
 from subquad.planning.error import error, needed_features
+from subquad.planning.fit import MIN_FIT_ROWS, fit_call
 from subquad.planning.shape import Shape
 from subquad.planning.sparse_pairs import has_places
 
@@ -73,13 +74,10 @@ def trained_methods(offered: tuple[Any, ...]) -> Errors:
 def measured_errors(
     call: Call, width: int, measure: Callable[[Any], ErrorEstimate], offered: tuple[Any, ...]
 ) -> Errors:
-    """Return candidates and their errors on a sample, with the keys as they are and with their mean subtracted."""
-    keys = call.layout.fold_key(call.key).unflatten(0, (-1, call.layout.key_heads))
-    center = keys.double().mean((0, 2))  # (key heads, d)
+    """Return candidates and their errors on a sample, as they are and fitted to it."""
     found: Errors = {Exact(): NO_ERROR}
     plain: list[Any] = _feature_methods(width)
-    centered: list[Any] = [replace(m, key_shift=center) for m in plain if "key_shift" in m.__dataclass_fields__]
-    for method in (*plain, *centered):
+    for method in (*plain, *_fitted(call, plain)):
         if not isinstance(method, RandomFeatures):
             found[method] = measure(method)
         elif method.num_features == MEASURED_COUNT:
@@ -90,3 +88,19 @@ def measured_errors(
                 inferred = ErrorEstimate((own.relative or 0.0) * sqrt(MEASURED_COUNT / count), "prediction")
                 found.setdefault(replace(method, num_features=count), inferred)
     return found | {method: measure(method) for method in offered}
+
+
+def _fitted(call: Call, methods: list[Any]) -> list[Any]:
+    """Return the methods that have something to fit, each kind fitted once: coordinates do not depend on the size."""
+    if call.layout.queries < MIN_FIT_ROWS:
+        return []
+    series, kinds = fit_call(Taylor(2), call).method, dict[str, RandomFeatures]()
+    found: list[Any] = []
+    for method in methods:
+        if isinstance(method, Taylor) and method.degree > 0:
+            found.append(replace(method, key_shift=series.key_shift, query_shift=series.query_shift))
+        elif isinstance(method, RandomFeatures):
+            if method.kind not in kinds:
+                kinds[method.kind] = fit_call(replace(method, num_features=MEASURED_COUNT), call).method
+            found.append(replace(kinds[method.kind], num_features=method.num_features))
+    return [method for method in found if method not in methods]

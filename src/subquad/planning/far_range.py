@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from subquad._calls.call import Call
-from subquad._engines.features.method_kernel import shifted
+from subquad._engines.features.alignment import aligned
 from subquad._torch_internals import has_numbers, in_transform, is_recorded
 from subquad.methods import label_of
 from subquad.methods.method import FeatureMethod
@@ -49,12 +49,12 @@ def warn_far_range(method: Any, call: Call, stacklevel: int) -> None:
 
 
 def typical_logit(method: FeatureMethod, call: Call) -> float:
-    """Return the root mean square of the logits of evenly spaced queries and keys, after the method's key shift."""
+    """Return the root mean square of the logits of evenly spaced queries and keys, in the method's coordinates."""
     n, m = call.layout.queries, call.layout.keys
     rows, columns = slice(None, None, -(-n // SAMPLE_TOKENS)), slice(None, None, -(-m // SAMPLE_TOKENS))
     with undisturbed(call.query.device):
-        q = call.layout.fold_query(call.query[..., rows, :]).double()
-        k = call.layout.fold_key(shifted(method, call.key[..., columns, :], call.layout.key_heads)).double()
+        few = call._replace(query=call.query[..., rows, :], key=call.key[..., columns, :])
+        q, k = (x[..., : call.layout.width].double() for x in aligned(method, few))
         squares = torch.einsum("bgnd,bmd->bgnm", q, k).square()
         keep = call.keep() if call.mask_kind in (None, "keys") else None
         shown = k.new_ones(k.shape[:2], dtype=torch.bool) if keep is None else keep[:, columns]

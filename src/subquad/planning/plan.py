@@ -61,8 +61,8 @@ def plan(
         logit_range: The range of the scaled logits, (low, high), or one number for both signs. Errors are then
             predicted, for values that do not depend on the logits, and for queries and keys of similar norm.
         sample: Query, key and value, as for `attention`. Errors are then measured, also those of Multipole and Window,
-            which cannot be predicted, and methods that center the keys are candidates. The result applies to inputs of
-            the same kind and length: a window covers a smaller part of a longer sequence.
+            which cannot be predicted, and methods that are fitted to the sample are candidates. The result applies to
+            inputs of the same kind and length: a window covers a smaller part of a longer sequence.
         scale: With a sample, as for `attention`.
         device: Where to compute.
         dtype: Dtype of the inputs.
@@ -71,7 +71,7 @@ def plan(
     Example:
         >>> found = plan(query_length=1_000_000, head_dim=16, logit_range=0.5)
         >>> found.method
-        Taylor(degree=2, basis='symmetric', key_shift=None)
+        Taylor(degree=2, basis='symmetric', key_shift=None, query_shift=None)
         >>> print(found.reason.partition(":")[0], found.choice.error, sep=": ")
         Taylor(2): up to about 0.022
         >>> print(plan(query_length=4096, head_dim=64, logit_range=20).reason)  # doctest: +ELLIPSIS

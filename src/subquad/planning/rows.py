@@ -20,9 +20,10 @@ from torch import Tensor
 from subquad._calls.call import Call
 from subquad._calls.view import View
 from subquad._engines import engine_of, run
+from subquad._engines.features.alignment import aligned
 from subquad._engines.features.kernel import ready_keys, ready_queries
 from subquad._engines.features.mapped import mapped
-from subquad._engines.features.method_kernel import kernel_of, shifted
+from subquad._engines.features.method_kernel import kernel_of
 from subquad._engines.finite import widen
 from subquad.methods.memory_limit import check_memory, needs_features
 from subquad.methods.method import feature_method
@@ -49,17 +50,22 @@ def sampled_call(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> C
     return Call.of(query.detach(), key.detach(), value.detach(), **options).factored()
 
 
-def risks(call: Call, key: Tensor | None = None) -> Tensor:
-    """Return (b, g, n): no scaled logit of a row is larger in magnitude. `key`: the keys, if they were shifted."""
-    keep = call.keep()
-    norms = _norms(call.layout.fold_key(call.key if key is None else key))
+def risks(call: Call, tokens: tuple[Tensor, Tensor] | None = None) -> Tensor:
+    """Return (b, g, n): no scaled logit of a row is larger in magnitude.
+
+    Args:
+        call: The call.
+        tokens: Its folded queries and keys, if they are in other coordinates.
+    """
+    keep, (q, k) = call.keep(), tokens or (call.layout.fold_query(call.query), call.layout.fold_key(call.key))
+    norms = _norms(k)
     norms = norms if keep is None else torch.where(keep, norms, 0.0)
     n, m = call.layout.queries, call.layout.keys
     if call.is_causal:
         largest = norms.cummax(-1).values[:, torch.arange(n, device=norms.device).clamp(max=m - 1)]
     else:
         largest = norms.amax(-1, keepdim=True)
-    own = _norms(call.layout.fold_query(call.query))
+    own = _norms(q)
     return own * largest[:, None] * (abs(call.logit_scale) * (1 + 1e-9))  # allows for rounding of the product
 
 
@@ -147,10 +153,17 @@ class RowBlock(NamedTuple):
     seen: Tensor  # (b*g, p, m)
 
 
-def row_blocks(call: Call, picked: Picked, numbers: int = 1) -> Iterator[RowBlock]:
-    """Yield all picked rows, in blocks of about BLOCK_PAIRS weights of `numbers` numbers each."""
+def row_blocks(call: Call, picked: Picked, numbers: int = 1, q: Tensor | None = None) -> Iterator[RowBlock]:
+    """Yield all picked rows, in blocks of about BLOCK_PAIRS weights of `numbers` numbers each.
+
+    Args:
+        call: The call.
+        picked: The rows.
+        numbers: How many numbers are made for each weight.
+        q: (b, g, n, d), the queries, if they are in other coordinates.
+    """
     b, g, p = picked.places.shape
-    m, q, keep = call.layout.keys, call.layout.fold_query(call.query), call.keep()
+    m, q, keep = call.layout.keys, call.layout.fold_query(call.query) if q is None else q, call.keep()
     heads = max(1, BLOCK_PAIRS // max(1, g * p * m * numbers))
     rows = p if heads > 1 else max(1, BLOCK_PAIRS // max(1, g * m * numbers))
     keys = torch.arange(m, device=q.device)
@@ -172,15 +185,16 @@ def row_blocks(call: Call, picked: Picked, numbers: int = 1) -> Iterator[RowBloc
 
 def exact_rows(call: Call, picked: Picked, dtype: torch.dtype = torch.float64) -> Tensor:
     """Return (b, g, p, e), float64: the picked rows of exact attention, computed in `dtype`."""
-    return _rows_by_logits(call, picked, call.key, lambda x, seen: x.masked_fill_(~seen, -inf).softmax(-1), dtype)
+    k = call.layout.fold_key(call.key)
+    return _rows_by_logits(call, picked, k, lambda x, seen: x.masked_fill_(~seen, -inf).softmax(-1), dtype)
 
 
 def _rows_by_logits(
-    call: Call, picked: Picked, key: Tensor, weigh: Callable[[Tensor, Tensor], Tensor], dtype: torch.dtype
+    call: Call, picked: Picked, k: Tensor, weigh: Callable[[Tensor, Tensor], Tensor], dtype: torch.dtype
 ) -> Tensor:
     """Return (b, g, p, e), float64: rows whose weights follow from the logits and from which keys are seen."""
     b, g, p = picked.places.shape
-    k, v, keep = call.layout.fold_key(key), call.layout.fold_key(call.value), call.keep()
+    v, keep = call.layout.fold_key(call.value), call.keep()
     output = torch.empty(b, g, p, v.shape[-1], dtype=torch.float64, device=v.device)
     for block in row_blocks(call, picked):
         keys, values = (x[block.heads].to(dtype) for x in (k, v))
@@ -213,20 +227,19 @@ def method_rows(method: Any, call: Call, picked: Picked) -> Tensor:
         features, call = mapped(method, call)[:2]
     if needs_features(features, "dense"):
         check_memory(features, call.layout.width, call.layout.value_width + 1)
-    key = shifted(features, call.key, call.layout.key_heads)
-    if features.of_logits is not None and features.normalizer == "row" and all_keep is None:
+    (q, k), v = aligned(features, call), call.layout.fold_key(call.value)
+    has_log_scales = k.shape[-1] > q.shape[-1]
+    if features.of_logits is not None and features.normalizer == "row" and all_keep is None and not has_log_scales:
         wide = torch.promote_types(call.dtype, torch.float32)
-        return _rows_by_logits(call, picked, key, partial(_polynomial_weights, features.of_logits), wide)
-    k = call.layout.fold_key(key)
-    v = call.layout.fold_key(call.value)
+        return _rows_by_logits(call, picked, k, partial(_polynomial_weights, features.of_logits), wide)
     output = torch.empty(b, g, p, v.shape[-1], dtype=torch.float64, device=v.device)
     numbers = k.shape[-1] if features.normalizer == "feature" else 1  # Its weights are made feature by feature.
-    for block in row_blocks(call, picked, numbers):
+    for block in row_blocks(call, picked, numbers, q):
         keys, values = (x[block.heads].repeat_interleave(g, 0) for x in (k, v))
         keep = None if all_keep is None else all_keep[block.heads].repeat_interleave(g, 0)
-        kernel, q, keys = kernel_of(features, block.q[:, None], keys, call.logit_scale, pairs_alone=True)
+        kernel, queries, keys = kernel_of(features, block.q[:, None], keys, call.logit_scale, pairs_alone=True)
         ready = ready_keys(kernel, keys, values, keep, None, mapped=not kernel.from_logits)
-        rows = kernel.meet(ready_queries(kernel, q), ready, View(False, seen=block.seen), ())
+        rows = kernel.meet(ready_queries(kernel, queries), ready, View(False, seen=block.seen), ())
         output[block.heads, :, block.rows] = rows[:, 0].double().unflatten(0, (-1, g))
     return output
 

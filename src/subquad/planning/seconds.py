@@ -86,7 +86,7 @@ def _pair_width(method: FeatureMethod, shape: Shape) -> int:
 
 def _map_width(method: FeatureMethod, shape: Shape) -> int:
     """Return the multiplications of one feature: a projection, or one product."""
-    return shape.head_dim if method.has_log_scale else 1
+    return shape.head_dim if method.has_log_scale and not method.is_weighted else 1
 
 
 def _fused_work(method: FeatureMethod, shape: Shape) -> list[float]:

@@ -6,11 +6,13 @@ import torch
 from torch import Tensor
 
 from subquad._calls.sums import Sums
+from subquad._engines.features.alignment import as_packed
 from subquad._engines.features.choose_form import Form, Sizes
 from subquad._engines.features.forms import run_form
 from subquad._engines.features.method_kernel import kernel_of
 from subquad._engines.features.native_call import MAP_NAMES, Numbers, Operands
 from subquad._engines.features.sums import Tokens
+from subquad._engines.finite import widen
 from subquad.methods import Linear, RandomFeatures, Separable, Taylor, feature_method
 from subquad.methods.method import Given
 
@@ -36,9 +38,13 @@ def method_of(numbers: Numbers, table: Tensor | None) -> Any:
 
 def twin_gradients(grad: Tensor, after_grad: Tensor | None, operands: Operands, numbers: Numbers) -> tuple[Tensor, ...]:
     """Return the gradients of q, k, v and the sums before them, as functions that can be differentiated again."""
-    q, k, v, keep, table, _, before, poison, log_scale = operands
+    q, k, v, keep, table, _, before, poison, log_scale, coordinates = operands
     method = feature_method(method_of(numbers, table))
-    kernel, mapped_q, mapped_k = kernel_of(method, q, k, numbers.query_scale * numbers.key_scale, numbers.is_normalized)
+    own_q, own_k, scale = q, k, numbers.query_scale * numbers.key_scale
+    if coordinates is not None:
+        own_q, own_k = widen(q) * numbers.query_scale, widen(k) * numbers.key_scale
+        (own_q, own_k), scale = as_packed(coordinates, numbers.is_tilted, own_q, own_k), 1.0
+    kernel, mapped_q, mapped_k = kernel_of(method, own_q, own_k, scale, numbers.is_normalized)
     tokens = Tokens(mapped_q, mapped_k, v, keep)
     sums = None if before is None or poison is None else Sums(before.mT, poison, log_scale)
     form: Form = "chunked" if numbers.is_causal else "linear"

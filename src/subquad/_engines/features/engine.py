@@ -14,13 +14,14 @@ from torch import Tensor
 from subquad._calls.call import Call
 from subquad._calls.state import State
 from subquad._calls.sums import Sums
+from subquad._engines.features.alignment import Coordinates, packed
 from subquad._engines.features.at_once import run_at_once
 from subquad._engines.features.choose_form import Form, choose_form, is_fusable, sizes_of
 from subquad._engines.features.forms import Beside, run_form
 from subquad._engines.features.fused import PLAIN_TYPES, fused, fused_separable, fused_step
 from subquad._engines.features.kernel import FeatureKernel, Kernel
 from subquad._engines.features.mapped import mapped
-from subquad._engines.features.method_kernel import kernel_of, shifted
+from subquad._engines.features.method_kernel import kernel_of
 from subquad._engines.features.sums import Tokens
 from subquad._engines.result import Result
 from subquad._torch_internals import has_open_size, is_recorded, is_transformed
@@ -31,9 +32,7 @@ from subquad.methods.method import FeatureMethod, feature_method
 def run(method: Any, call: Call, form: Form | None = None, chunk: int | None = None) -> Result:
     """Compute the call; tests may choose the form and the chunk."""
     features = feature_method(method)
-    if features.key_shift is not None:
-        call = call._replace(key=shifted(features, call.key, call.layout.key_heads))
-    call = call.factored()
+    heads, call = call.layout.key_heads, call.factored()
     # Features, sums and normalizers are never in half precision.
     wide: AbstractContextManager[Any] = nullcontext()
     if call.is_autocast:
@@ -42,10 +41,20 @@ def run(method: Any, call: Call, form: Form | None = None, chunk: int | None = N
         whole = call
         if features.is_learned:
             features, call = mapped(method, call)[:2]
-        tokens = Tokens(*call.folded(), call.keep(), call.segments)
+        q, k, v = call.folded()
+        k = k if call.log_scales is None else torch.cat([k, call.log_scales[..., None]], -1)
+        tokens = Tokens(q, k, v, call.keep(), call.segments)
         before, following = _sums_before(call), _sums_following(call)
         is_served = _is_served(features, call, tokens, before)
         form = _form_of(features, call, is_served, before is not None, form)
+        is_step = form == "step" and is_served and before is not None and _is_simple_step(tokens, before)
+        coordinates = None
+        if features.is_aligned:
+            if form == "fused" or is_step:  # The kernels do it where they read the tokens.
+                coordinates = packed(features, call.layout, call.logit_scale, k, heads)
+            else:
+                q, k = Coordinates.of(features, call.layout, call.logit_scale, k, heads)(q, k)
+                tokens = tokens._replace(q=q, k=k)
         if needs_features(features, form) and not has_open_size(call.layout.rows):
             heads = (
                 call.layout.rows if call.is_stateful else 1
@@ -56,9 +65,11 @@ def run(method: Any, call: Call, form: Form | None = None, chunk: int | None = N
         )
         if q is not tokens.q:
             tokens = tokens._replace(q=q, k=k)
-        if form == "step" and is_served and before is not None and _is_simple_step(tokens, before):
-            assert isinstance(kernel, FeatureKernel)
-            found: tuple[Tensor, Sums | None] = fused_step(features, kernel, tokens, before)
+        if is_step:
+            assert isinstance(kernel, FeatureKernel) and before is not None
+            found: tuple[Tensor, Sums | None] = fused_step(features, kernel, tokens, before, coordinates)
+        elif form == "fused" and isinstance(kernel, FeatureKernel):
+            found = fused(features, kernel, tokens, before, call.is_causal, call.return_state, chunk or 0, coordinates)
         else:
             found = _computed(features, kernel, form, tokens, (before, following), call, chunk)
         output, sums = found
@@ -71,8 +82,6 @@ def _computed(
 ) -> tuple[Tensor, Sums | None]:
     """Return the output (b, g, n, e), and the sums of all keys if the call returns a state."""
     before, _ = beside
-    if form == "fused" and isinstance(kernel, FeatureKernel):
-        return fused(method, kernel, tokens, before, call.is_causal, call.return_state, chunk or 0)
     lay = call.layout
     if form not in ("fused", "dense") and has_open_size(lay.rows, lay.queries, lay.keys):
         return run_at_once(form, kernel, tokens, before, call.is_causal)

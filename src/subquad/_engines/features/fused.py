@@ -22,7 +22,7 @@ PLAIN_TYPES = (Tensor, nn.Parameter)
 
 def fused(
     method: FeatureMethod, kernel: FeatureKernel, tokens: Tokens, before: Sums | None, is_causal: bool,
-    want_sums: bool, chunk: int = 0,
+    want_sums: bool, chunk: int = 0, coordinates: Tensor | None = None,
 ) -> tuple[Tensor, Sums | None]:  # fmt: skip
     """Return the output (b, g, n, e), and the sums of all keys if wanted.
 
@@ -34,10 +34,13 @@ def fused(
         is_causal: Whether a query sees only the keys up to its own position.
         want_sums: Whether to return the sums.
         chunk: The largest number of tokens in a chunk; 0: the best.
+        coordinates: `Coordinates.packed`, if the tokens are not in the coordinates of the method yet.
     """
     sums = (None, None, None) if before is None else (before.values.mT, before.poison, before.log_scale)
-    operands = Operands(*tokens[:4], kernel.table, turned(method, kernel.table), *sums)
-    numbers = numbers_of(method, kernel, is_causal, chunk)
+    operands = Operands(*tokens[:4], kernel.table, turned(method, kernel.table), *sums)._replace(
+        coordinates=coordinates
+    )
+    numbers = numbers_of(method, kernel, is_causal, chunk, coordinates is not None)
     if not want_sums:
         output, _, poison = _forward(operands, numbers)
         return _poisoned(output, poison).to(tokens.q.dtype), None
@@ -56,7 +59,9 @@ def fused_separable(kernel: Kernel, tokens: Tokens, chunk: int = 0) -> tuple[Ten
     return _poisoned(output, poison).to(tokens.q.dtype), None if bool(done.all()) else done == 0
 
 
-def fused_step(method: FeatureMethod, kernel: FeatureKernel, tokens: Tokens, before: Sums) -> tuple[Tensor, Sums]:
+def fused_step(
+    method: FeatureMethod, kernel: FeatureKernel, tokens: Tokens, before: Sums, coordinates: Tensor | None = None
+) -> tuple[Tensor, Sums]:
     """Return the output (b, g, 1, e) of one token and the new sums; `before` is not changed."""
     q, _, v, *_ = tokens
     sums = before.values.mT.contiguous()  # (b, e + 1, r), as the kernels leave them
@@ -65,20 +70,22 @@ def fused_step(method: FeatureMethod, kernel: FeatureKernel, tokens: Tokens, bef
     output = sums.new_empty(*q.shape[:3], v.shape[-1])
     normalizer, poison = sums.new_empty(2, *q.shape[:2]).unbind()
     operands = Operands(*tokens[:3], None, kernel.table, turned(method, kernel.table), sums, before.poison,
-                        before.log_scale)  # fmt: skip
+                        before.log_scale, coordinates)  # fmt: skip
     results = Results(*map(address, (after, after_poison, after_scale, output, normalizer, poison)))
-    if execute("step", operands, numbers_of(method, kernel, True), results) == POISONED:
+    if execute("step", operands, numbers_of(method, kernel, True, 0, coordinates is not None), results) == POISONED:
         output += poison[..., None, None]
     return output.to(q.dtype), Sums(after.mT, after_poison, after_scale)
 
 
-def numbers_of(method: FeatureMethod, kernel: FeatureKernel, is_causal: bool, chunk: int = 0) -> Numbers:
+def numbers_of(
+    method: FeatureMethod, kernel: FeatureKernel, is_causal: bool, chunk: int = 0, has_coordinates: bool = False
+) -> Numbers:
     """Return a call's numbers."""
     name = method.native_map
     assert name is not None
     feature_scale = 0.0 if kernel.table is None else method.scale_at(kernel.table.shape[-1])
     return Numbers(MAPS[name], method.degree, kernel.size, *kernel.root_scale, is_causal, kernel.is_normalized, chunk,
-                   feature_scale)  # fmt: skip
+                   feature_scale, has_coordinates and method.query_shift is not None)  # fmt: skip
 
 
 def turned(method: FeatureMethod, table: Tensor | None) -> Tensor | None:

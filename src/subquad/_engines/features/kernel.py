@@ -35,8 +35,8 @@ class Kernel(ABC):
     table: Tensor | None = None
 
     @abstractmethod
-    def prepare(self, keys: Keys) -> Keys:
-        """Add the features to keys that are otherwise ready."""
+    def prepare(self, keys: Keys, mapped: bool) -> Keys:
+        """Add log-scales and, if `mapped`, features to keys that are otherwise ready."""
 
     @abstractmethod
     def absorb(self, keys: Keys, inside: Tensor | None) -> Sums:
@@ -81,8 +81,7 @@ def ready_keys(
     else:
         poison, shown = torch.where(keep, poison, 0.0), keep.to(v.dtype)
         k, v = (torch.where(keep[..., None], cleaned(x), 0.0) for x in (k, v))
-    keys = Keys(k, torch.cat([v, shown[..., None]], -1), poison, keep, segments)
-    return kernel.prepare(keys) if mapped else keys
+    return kernel.prepare(Keys(k, torch.cat([v, shown[..., None]], -1), poison, keep, segments), mapped)
 
 
 def ready_queries(kernel: Kernel, q: Tensor) -> Queries:
@@ -110,13 +109,19 @@ class FeatureKernel(Kernel):
     is_normalized: bool = True
     size: int = 0  # r
     has_log_scale: bool = False  # whether keys have a log-scale
+    is_logged: bool = False  # whether it is the last column of the keys
 
     @property
     def from_logits(self) -> bool:
         return self.of_logits is not None
 
-    def prepare(self, keys: Keys) -> Keys:
-        features, log_scales = self.features(keys.keys, False, self.table)
+    def prepare(self, keys: Keys, mapped: bool) -> Keys:
+        log_scales, features = None, None
+        if self.is_logged:
+            log_scales, keys = keys.keys[..., -1], keys._replace(keys=keys.keys[..., :-1])
+        if mapped:
+            features, own = self.features(keys.keys, False, self.table)
+            log_scales = own if log_scales is None else log_scales
         if log_scales is not None and keys.keep is not None:
             log_scales = torch.where(keys.keep, log_scales, NEVER)
         return keys._replace(features=features, log_scales=log_scales)
@@ -215,7 +220,7 @@ def feature_kernel(
     Args:
         method: The method.
         q: (b, g, n, d).
-        k: (b, m, d).
+        k: (b, m, d); or (b, m, d + 1), the last column a log-scale.
         scale: The factor of the logits.
         is_normalized: False leaves out the division by the sum of weights.
         pairs_alone: Tokens are compared pairwise and no sums are kept, so a polynomial needs no table.
@@ -224,7 +229,7 @@ def feature_kernel(
     divided = is_normalized and method.normalizer == "row"
     if isinstance(method, Given):
         q = q[..., : method.count]
-    of_logits = method.of_logits
+    of_logits, is_logged = method.of_logits, k.shape[-1] > q.shape[-1]
     table = None
     if of_logits is None or not pairs_alone:
         table = method.table(q.shape[-1], torch.promote_types(q.dtype, torch.float32), q.device)
@@ -232,7 +237,7 @@ def feature_kernel(
             table = q.new_empty(table.shape, dtype=table.dtype)  # A FakeTensorMode takes no tensors with numbers.
     kernel = FeatureKernel(
         roots, table, lambda x, is_query, table: method.features(x, table), of_logits, method.is_weighted, divided,
-        method.size(q.shape[-1]), method.has_log_scale,
+        method.size(q.shape[-1]), method.has_log_scale or is_logged, is_logged,
     )  # fmt: skip
     return kernel, q, k
 

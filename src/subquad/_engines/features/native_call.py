@@ -28,6 +28,7 @@ class Operands(NamedTuple):
     before: Tensor | None = None  # (b, e + 1, r)
     before_poison: Tensor | None = None  # (b,)
     before_scale: Tensor | None = None  # (b, 1)
+    coordinates: Tensor | None = None  # (h, 5, d); see `Coordinates.packed`
 
     def contiguous(self) -> "Operands":
         """Return the same tensors, all but the first three contiguous."""
@@ -46,6 +47,7 @@ class Numbers(NamedTuple):
     is_normalized: bool
     chunk: int = 0  # the largest number of tokens in a chunk; 0: the best
     feature_scale: float = 0.0  # of random features; the kernels read its effect from `turned`
+    is_tilted: bool = False  # whether the coordinates give keys a log-scale
 
 
 class Results(NamedTuple):
@@ -83,8 +85,8 @@ def packed_call(
     return FEATURE_CALL.pack(
         numbers.map, numbers.degree, q.dtype == torch.float64, plan.threads, numbers.is_causal, numbers.is_normalized,
         plan.chunk, plan.pairs, plan.parts, plan.is_shared, b, g, n, m, d, k.shape[2], e, numbers.features,
-        numbers.query_scale, numbers.key_scale, *strided(q), *strided(k), *strided(v), *map(address, others),
-        *results, *gradients,
+        0 if operands.coordinates is None else len(operands.coordinates), numbers.is_tilted, numbers.query_scale,
+        numbers.key_scale, *strided(q), *strided(k), *strided(v), *map(address, others), *results, *gradients,
     )  # fmt: skip
 
 

@@ -19,11 +19,11 @@ from subquad.native.calls import MAPS, address, strided
 
 ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? keep, Tensor? table, Tensor? turned, Tensor? before, Tensor? before_poison, "
-    "Tensor? before_scale, int map, int degree, int features, float query_scale, float key_scale, bool is_causal, "
-    "bool is_normalized, int chunk, float feature_scale"
+    "Tensor? before_scale, Tensor? coordinates, int map, int degree, int features, float query_scale, float key_scale, "
+    "bool is_causal, bool is_normalized, int chunk, float feature_scale, bool is_tilted"
 )
 OPERANDS = len(Operands._fields)
-LOG_SCALED = {MAPS[name] for name in ("positive", "hyperbolic", "logged")}  # maps whose keys have a log-scale
+LOG_SCALED = {MAPS[name] for name in ("positive", "hyperbolic", "logged")}  # maps whose features have a log-scale
 torch.library.define("subquad::forward", f"({ARGUMENTS}, bool want_sums) -> Tensor[]")
 torch.library.define(
     "subquad::backward", f"(Tensor grad, Tensor? after_grad, Tensor output, Tensor normalizer, {ARGUMENTS}) -> Tensor[]"
@@ -49,7 +49,7 @@ def forward(*arguments: Any) -> list[Tensor]:
 def check_shapes(operands: Operands, numbers: Numbers) -> None:
     """Raise ValueError for shapes that the kernels would read beyond; a recorded program may be given any."""
     q, k, v, keep = operands.q, operands.k, operands.v, operands.keep
-    has_width = k.shape[2] - q.shape[3] in (0, 1)  # A user's keys may carry their log-scale.
+    has_width = k.shape[2] - q.shape[3] in (0, 1)  # The last column of keys may be their log-scale.
     fits = has_width and q.shape[0] == k.shape[0] == v.shape[0] and k.shape[1] == v.shape[1]
     if not fits or (keep is not None and keep.shape != k.shape[:2]):
         shapes = [tuple(x.shape) for x in (q, k, v) if x is not None]
@@ -63,11 +63,12 @@ def check_shapes(operands: Operands, numbers: Numbers) -> None:
 
 def forward_shapes(q: Tensor, k: Tensor, v: Tensor, *others: Any) -> list[Tensor]:
     """Return empty results of the right shapes and dtypes."""
-    native_map, _, features, *_, want_sums = others[OPERANDS - 3 :]
+    native_map, _, features, *_, is_tilted, want_sums = others[OPERANDS - 3 :]
     b, g, n, e = *q.shape[:3], v.shape[2]
     shapes: list[tuple[int, ...]] = [(b, g, n, e), (b, g, n), (b, g, n)]
     if want_sums:
-        shapes += [(b, e + 1, features), (b,), (b, 1 if native_map in LOG_SCALED else 0)]
+        has_scale = native_map in LOG_SCALED or is_tilted or k.shape[2] > q.shape[3]
+        shapes += [(b, e + 1, features), (b,), (b, 1 if has_scale else 0)]
     dtype = wide(q.dtype)
     return [q.new_empty(shape, dtype=dtype) for shape in shapes]
 

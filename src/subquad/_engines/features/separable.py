@@ -32,7 +32,7 @@ from subquad._engines.finite import inverse, widen
 class SeparableKernel(Kernel):
     """Weights softmax_c(q_i) exp(k_jc), with one normalizer per row and feature."""
 
-    def prepare(self, keys: Keys) -> Keys:
+    def prepare(self, keys: Keys, mapped: bool) -> Keys:
         """Return the exponents as features; a hidden key has exp(-inf)."""
         if keys.keep is None:
             return keys._replace(features=keys.keys)

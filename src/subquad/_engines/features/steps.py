@@ -13,6 +13,7 @@ from torch import Tensor
 from subquad._calls.call import Call
 from subquad._calls.layout import Layout
 from subquad._calls.state import State
+from subquad._engines.features.alignment import Coordinates
 from subquad._engines.features.choose_form import is_fusable
 from subquad._engines.features.fused import numbers_of, turned
 from subquad._engines.features.kernel import feature_kernel
@@ -109,27 +110,30 @@ def _prepared(
     method: FeatureMethod, state: State, scale: float | None, query: Tensor, key: Tensor, value: Tensor
 ) -> FeatureSteps | None:
     assert state.sums is not None and state.poison is not None
-    if method.key_shift is not None or not _fits(state, query, key, value):
+    if not _fits(state, query, key, value):
         return None
     rows, group = prod(state.poison.shape), query.shape[-3] // max(1, state.poison.shape[-1])
     d, e = key.shape[-1], value.shape[-1]
-    layout = Layout((), rows, group, 1, 1, d, e, query.device)
+    layout = Layout(tuple(state.poison.shape[:-1]), state.poison.shape[-1], group, 1, 1, d, e, query.device)
     if not is_fusable(method, layout, query.dtype, is_causal=True, is_stateful=True):
         return None
     q, k, v = (x.contiguous() for x in (query, key, value))
     q, k, v = q.view(rows, group, 1, d), k.view(rows, 1, d), v.view(rows, 1, e)
     if is_transformed(q, k, v):
         return None
+    factor = 1 / sqrt(d) if scale is None else scale
+    coordinates = Coordinates.of(method, layout, factor, k).packed(d) if method.is_aligned else None
     # The kernels keep features contiguous: sums become (..., e + 1, r), seen transposed.
     sums = state.sums.mT.clone(memory_format=torch.contiguous_format)
-    kernel, _, _ = feature_kernel(method, q, k, 1 / sqrt(d) if scale is None else scale)
+    kernel, _, _ = feature_kernel(method, q, k, factor)
     log_scale = None if state.log_scale is None else state.log_scale.clone(memory_format=torch.contiguous_format)
     poison = state.poison.clone(memory_format=torch.contiguous_format)
     row_poison, normalizer = sums.new_empty(2, rows, group).unbind()
-    operands = Operands(q, k, v, None, kernel.table, turned(method, kernel.table), sums, poison, log_scale)
+    operands = Operands(q, k, v, None, kernel.table, turned(method, kernel.table), sums, poison, log_scale,
+                        coordinates)  # fmt: skip
     operands = operands.contiguous()
     results = Results(address(sums), address(poison), address(log_scale), 0, address(normalizer), address(row_poison))
-    packed = packed_call("step", operands, numbers_of(method, kernel, True), results)
+    packed = packed_call("step", operands, numbers_of(method, kernel, True, 0, coordinates is not None), results)
     own = replace(state, sums=sums.mT, poison=poison, log_scale=log_scale)
     return FeatureSteps(own, operands, packed, (row_poison, normalizer))
 

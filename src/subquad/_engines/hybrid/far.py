@@ -18,12 +18,13 @@ from subquad._calls.call import Call
 from subquad._calls.state import State
 from subquad._calls.sums import NEVER, finite
 from subquad._engines.features import engine as features
+from subquad._engines.features.alignment import Coordinates
+from subquad._engines.features.kernel import root_scales
 from subquad._engines.features.mapped import mapped
-from subquad._engines.features.method_kernel import shifted
 from subquad._engines.finite import widen
 from subquad._engines.sparse.memory import Tokens, folded
 from subquad.methods.hybrid import Hybrid
-from subquad.methods.method import feature_method
+from subquad.methods.method import FeatureMethod, feature_method
 
 
 class Far(NamedTuple):
@@ -106,21 +107,42 @@ def _computed(
         state=before, return_state=want_state, scale=whole.logit_scale, is_normalized=False, is_headless=False,
         is_autocast=False,
     )  # fmt: skip
-    scales = []
-    if own.key_shift is not None:  # Features of q.(k - c) stand for exp(q.k) exp(-q.c).
-        center = torch.tensor(own.key_shift, dtype=q.dtype, device=q.device).expand(layout.key_heads, -1)
-        by_head = q.unflatten(0, (-1, layout.key_heads)) * center[:, None, None]
-        scales.append(by_head.sum(-1).flatten(0, 1) * whole.logit_scale)
+    scales, plain, late = [], method.far, v.shape[1] - q.shape[2]
+    if own.is_aligned:
+        plain, call, found = _aligned(own, call, q, k)
+        own = feature_method(plain)
+        scales += [] if found is None else [found]
+        if call.log_scales is not None:
+            weights = call.log_scales * root_scales(whole.logit_scale)[1]
+            scales.append(_level(weights, keys.keep, before)[:, None, late:])
     if own.has_log_scale or own.is_learned:
-        call = call._replace(key=shifted(own, call.key, layout.key_heads))
-        own, call, query_scale, key_scale = mapped(method.far, call)
+        own, call, query_scale, key_scale = mapped(plain, call)
         if query_scale is not None:
             scales.append(query_scale.reshape(q.shape[:3]))
         if key_scale is not None:
-            scales.append(_level(key_scale.reshape(v.shape[:2]), keys.keep, before)[:, None, v.shape[1] - q.shape[2] :])
+            scales.append(_level(key_scale.reshape(v.shape[:2]), keys.keep, before)[:, None, late:])
     result = features.run(own, call, form, chunk)
     log_scale = torch.stack(torch.broadcast_tensors(*scales)).sum(0) if scales else None
     return Far(layout.fold_query(result.output), log_scale, result.state)
+
+
+def _aligned(own: FeatureMethod, call: Call, q: Tensor, k: Tensor) -> tuple[Any, Call, Tensor | None]:
+    """Return the method without coordinates, the call in them, and the log-scale (b, g, n) of its queries.
+
+    exp(q.k) = exp((q - b).(k - c)) exp(b.(k - c)) exp(q.c): the last factor does not cancel beside exact weights.
+    """
+    layout, names = call.layout, ("key_shift", "query_shift", "balance")
+    into = Coordinates.of(own, layout, call.logit_scale, k)
+    scale = None
+    if into.key_shift is not None:
+        center = into.key_shift.expand(layout.key_heads, -1).repeat(len(q) // layout.key_heads, 1)
+        scale = (q * center[:, None, None]).sum(-1) * call.logit_scale
+    plain = replace(own, **{name: None for name in names if getattr(own, name) is not None})  # type: ignore[type-var]
+    q, k = into(q, k)
+    width = layout.width
+    log_scales = k[..., width] if k.shape[-1] > width else None
+    call = call._replace(query=layout.unfold_query(q), key=layout.unfold(k[..., :width]), log_scales=log_scales)
+    return plain, call, scale
 
 
 def _level(key_scale: Tensor, keep: Tensor | None, before: State | None) -> Tensor:

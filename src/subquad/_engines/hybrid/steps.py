@@ -62,7 +62,8 @@ def prepared(state: State, scale: float | None, query: Tensor, key: Tensor, valu
     assert isinstance(method, Hybrid)
     # Until then keys leave that are sinks, or none do.
     is_full = state.length >= method.window.reach + method.window.sinks
-    is_simple = method.positive and not feature_method(method.far).has_log_scale
+    far_method = feature_method(method.far)
+    is_simple = method.positive and not far_method.has_log_scale and not far_method.is_aligned
     if state.sums is None or state.keep is not None or not is_full or not is_simple:
         return None
     sums = State(method.far, state.length, state.scale, state.sums[..., :-1], state.poison, state.log_scale)

@@ -10,6 +10,7 @@ creates its mask. This package registers its own name, with these parts:
     StateLayer          a cache layer that holds a State instead of keys; of fixed size for linear methods and windows
     layout_of           which arguments `subquad.distributed.sequence_parallel` splits, and how the loss is summed
     replace_attention   gives the layers of a model another method, and can undo it
+    fit_attention       the same with a method that is fitted to each layer on a text; restore_attention loads it again
 
 Axes: (batch, heads, length, width).
 """
@@ -24,12 +25,16 @@ except ImportError as error:
 from subquad.distributed.layouts import kinds
 from subquad.integrations.transformers.attend import attend, register
 from subquad.integrations.transformers.cache import state_cache
+from subquad.integrations.transformers.fit import fit_attention, restore_attention
 from subquad.integrations.transformers.mask import Mask
 from subquad.integrations.transformers.replace import replace_attention
 from subquad.integrations.transformers.split import layout_of
 from subquad.integrations.transformers.state_layer import StateLayer
 
-__all__ = ["Mask", "StateLayer", "attend", "register", "replace_attention", "state_cache"]
+__all__ = [
+    "Mask", "StateLayer", "attend", "fit_attention", "register", "replace_attention", "restore_attention",
+    "state_cache",
+]  # fmt: skip
 
 register("exact")
 kinds.append(layout_of)

@@ -3,7 +3,7 @@
 import copy
 import inspect
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -17,14 +17,16 @@ from subquad.integrations.transformers.cache import hold_state, hold_states
 from subquad.integrations.transformers.layers import Choice, head_sizes, layers_of, method_of
 from subquad.integrations.transformers.request import dropout_of, planned
 from subquad.integrations.transformers.unsupported import NO_METHOD
+from subquad.methods import AnyMethod
 from subquad.nn.binding import own_method
 from subquad.nn.report import Replacement, Replacements, check_layers, describe
+from subquad.planning.auto import Auto
 
 MAP = "subquad_map"  # the attribute of a layer that holds its learned map
 
 
 def replace_attention(
-    model: PreTrainedModel, method: MethodLike, *, layers: Iterable[int] | None = None
+    model: PreTrainedModel, method: MethodLike | Mapping[int, MethodLike], *, layers: Iterable[int] | None = None
 ) -> Replacements:
     """Give the attention layers of a Hugging Face model another method, in place.
 
@@ -37,9 +39,10 @@ def replace_attention(
 
     Args:
         model: A transformers model.
-        method: A method or its name, as for `attention`. A map that is made for each layer, as `Hedgehog()` or
-            "window:64+hedgehog", becomes part of the layer, as `subquad_map`. The parameters of any other map are
-            shared by all layers and do not become part of the model; pass them to the optimizer separately.
+        method: A method or its name, as for `attention`; or one for each layer to change, by its number. A map that is
+            made for each layer, as `Hedgehog()` or "window:64+hedgehog", becomes part of the layer, as `subquad_map`.
+            The parameters of any other map are shared by all layers and do not become part of the model; pass them to
+            the optimizer separately.
         layers: Numbers of the layers to change, in the order of the report; all by default. The other layers keep
             their attention, masks and cache.
 
@@ -65,25 +68,34 @@ def replace_attention(
         torch.Size([1, 5])
         >>> report.undo()
     """
-    method = resolve(method)
     found = _attention_layers(model)
-    selected = check_layers(layers, len(found))
+    methods = _methods_of(method, layers, len(found))
     rows, without_dropout, own_methods = [], [], dict[str, Any]()
     for number, (name, layer) in enumerate(found.items()):
         before, _ = planned(layer, method_of(layer))
         label = layer.config._attn_implementation if before is None else describe(before)
-        own = own_methods[name] = _own_method(layer, method) if number in selected else None
+        own = own_methods[name] = _own_method(layer, methods[number]) if number in methods else None
         now, note = planned(layer, own)
-        if now is not None and (dropout := dropout_of(layer, method, now)):
+        if now is not None and (dropout := dropout_of(layer, methods[number], now)):
             without_dropout.append(f"{name} ({describe(now)})")
             note = f"{note}; dropout={dropout} removed".removeprefix("; ")
         rows.append(Replacement(number, name, label, now, note))
     report = Replacements(tuple(rows))
-    _exchange(model, found, method, own_methods, report)
-    warn_about(method, stacklevel=2)
+    _exchange(model, found, methods, own_methods, report)
+    for each in {id(each): each for each in methods.values()}.values():
+        warn_about(each, stacklevel=2)
     if without_dropout:
         warnings.warn(f"dropout on the weights is removed from {', '.join(without_dropout)}", stacklevel=2)
     return report
+
+
+def _methods_of(method: Any, layers: Iterable[int] | None, count: int) -> dict[int, AnyMethod | Auto]:
+    """Return the method of each layer that is to be changed, by number."""
+    if not isinstance(method, Mapping):
+        return dict.fromkeys(sorted(check_layers(layers, count)), resolve(method))
+    if layers is not None:
+        raise ValueError("layers: expected None with a method for each layer, which already says which to change")
+    return {number: resolve(method[number]) for number in sorted(check_layers(method, count))}
 
 
 def _attention_layers(model: Any) -> dict[str, Any]:
@@ -107,8 +119,9 @@ def _own_method(layer: Any, method: Any) -> Any:
 
 
 def _exchange(
-    model: PreTrainedModel, found: dict[str, Any], method: Any, own_methods: dict[str, Any], report: Replacements
-) -> None:
+    model: PreTrainedModel, found: dict[str, Any], methods: dict[int, Any], own_methods: dict[str, Any],
+    report: Replacements,
+) -> None:  # fmt: skip
     """Set the attributes that select the method, and record in the report how to undo it."""
 
     def put(owner: Any, attribute: str, new: Any) -> None:
@@ -121,7 +134,7 @@ def _exchange(
     for row, layer in chosen:
         own = own_methods[row.name]
         put(layer, "subquad_choice", Choice(own, f"{type(model).__name__}.{row.name} (layer {row.number})"))
-        made = own if isinstance(own, nn.Module) and own is not method else None
+        made = own if isinstance(own, nn.Module) and own is not methods[row.number] else None
         if made is not None or getattr(layer, MAP, None) is not None:
             put(layer, MAP, made)
     if len(chosen) == len(found):

@@ -24,8 +24,9 @@ struct SubquadTensor {  // strides in elements; keys and values have no groups
 };
 
 struct SubquadCall {
-  // LOGGED: the features are given; keys have a last column, the logarithm of their scale.
-  // SEPARABLE: causal, with equal numbers of queries and keys, and without sums before or after; see separable.h.
+  // LOGGED: the features are given. Keys of LOGGED have a last column, the logarithm of their scale; those of TAYLOR
+  // may have one too, and then key_width is query_width + 1. SEPARABLE: causal, with equal numbers of queries and keys,
+  // and without sums before or after; see separable.h.
   int64_t map;
   int64_t degree;   // of TAYLOR
   int64_t wide;     // 1: q, k and v are FLOAT64; 0: each has one of the other types
@@ -36,6 +37,7 @@ struct SubquadCall {
   int64_t parts;   // parts of a head: of its features, or by pairs of its rows
   int64_t shared;  // whether several threads share a head
   int64_t batch, group, queries, keys, query_width, key_width, values, features;
+  int64_t heads, tilted;  // of the coordinates, 0 if there are none; and whether keys have a log-scale by their tilt
   double query_scale, key_scale;
   SubquadTensor q, k, v;
   const uint8_t* keep;  // (b, m), or null: no key is hidden
@@ -45,6 +47,9 @@ struct SubquadCall {
   const void* turned;
   // The sums over the keys before these, and over all keys: (b, e + 1, r), (b,), (b,); each may be null. Wide.
   const void *before, *before_poison, *before_scale;
+  // (heads, 5, d), wide, or null: factor and offset of scaled queries, factor and offset of scaled keys, and the tilt:
+  // the log-scale of a key is its product with the tilt. Head b has those of b % heads.
+  const void* coordinates;
   void *after, *after_poison, *after_scale;
   // (b, g, n, e), (b, g, n) and (b, g, n), wide. The output is finite, as the backward pass needs it; the caller adds
   // the poison, 0 or NaN. SEPARABLE: the normalizer is 1, or 0 in the rows that PyTorch has to compute.

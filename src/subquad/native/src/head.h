@@ -9,6 +9,37 @@
 
 namespace subquad::SUBQUAD_ISA {
 
+// exp(scale - level); 0 if scale is -inf, the log-scale of no keys.
+template <class T> T raised(T scale, T level) { return scale == T(-INFINITY) ? T(0) : std::exp(scale - level); }
+
+// One of the coordinates of head b: 0 and 1 for queries, 2 and 3 for keys, 4 the tilt; null if there are none.
+template <class T> const T* coordinate(const SubquadCall& call, Size b, Size which) {
+  if (!call.coordinates) return nullptr;
+  return static_cast<const T*>(call.coordinates) + (b % call.heads * 5 + which) * call.query_width;
+}
+
+// Bring rows of scaled tokens to the coordinates of head b; `which` is 0 for queries and 2 for keys.
+template <class T> void align(const SubquadCall& call, Size b, Size which, T* rows, Size row, Size count) {
+  if (!call.coordinates) return;
+  const T *factor = coordinate<T>(call, b, which), *offset = coordinate<T>(call, b, which + 1);
+  const Size width = call.query_width;
+  for (Size t = 0; t < count; ++t)
+    for (Size i = 0; i < width; ++i) rows[t * row + i] = rows[t * row + i] * factor[i] + offset[i];
+  if (which == 0 || !call.tilted) return;
+  const T* tilt = coordinate<T>(call, b, 4);
+  for (Size t = 0; t < count; ++t) {
+    const T* x = rows + t * row;
+    vec<T> sums{};
+    Size i = 0;
+    for (; i + lanes<T> <= width; i += lanes<T>) sums += load(x + i) * load(tilt + i);
+    T total = sum<T>(sums);
+    for (; i < width; ++i) total += x[i] * tilt[i];
+    rows[t * row + width] = total;
+  }
+}
+
+template <class T> vec<T> not_above_zero(vec<T> x) { return x > 0 ? vec<T>{} : x; }
+
 template <class T> struct Head {
   const SubquadCall& call;
   const Size rows, value_row, token_row;  // the value width plus 1; padded lengths of a value and of a token
@@ -16,7 +47,7 @@ template <class T> struct Head {
 
   explicit Head(const SubquadCall& call)
       : call(call), rows(call.values + 1), value_row(padded<T>(rows)),
-        token_row(padded<T>(std::max(call.query_width, call.key_width))) {}
+        token_row(padded<T>(std::max(call.query_width, call.key_width + call.tilted))) {}
 
   bool hidden(Size b, Size t) const { return call.keep && !call.keep[b * call.keys + t]; }
 
@@ -26,6 +57,7 @@ template <class T> struct Head {
     std::fill(poison, poison + count, T(0));
     read_rows(call.k, b, 0, first, count, call.key_width, T(call.key_scale), tokens, token_row);
     clean(tokens, token_row, count, Size(call.key_width), poison);
+    align(call, b, 2, tokens, token_row, count);
     read_rows(call.v, b, 0, first, count, call.values, T(1), values, value_row);
     clean(values, value_row, count, Size(call.values), poison);
     for (Size t = 0; t < count; ++t) values[t * value_row + call.values] = 1;
@@ -41,6 +73,7 @@ template <class T> struct Head {
     std::fill(poison, poison + count, T(0));
     read_rows(call.q, b, g, first, count, call.query_width, T(call.query_scale), tokens, token_row);
     clean(tokens, token_row, count, Size(call.query_width), poison);
+    align(call, b, 0, tokens, token_row, count);
   }
 
   // o = N / D:  dN = do / D,  dD = -(do.o) / D
@@ -83,9 +116,20 @@ template <class T> struct Head {
     }
   }
 
-  // Write columns (width, c) to `to` (count, width); 0 if the token is hidden or the input number is not finite.
+  // The gradient of a key's log-scale c, which multiplies w v by exp(c): v.dv, over the value and the 1 behind it.
+  void log_scale_grads(const T* value_columns, const T* value_grads, Size c, T* to) const {
+    for (Size t = 0; t < c; t += lanes<T>) {
+      vec<T> total{};
+      for (Size e = 0; e < rows; ++e) total += load(value_columns + e * c + t) * load(value_grads + e * c + t);
+      store(to + t, total);
+    }
+  }
+
+  // Write columns (width, c) to `to` (count, width); 0 if the token is hidden or the input number is not finite. The
+  // factor of coordinates, and the tilt with the row of gradients behind the columns, are null where there are none.
   void write_grads(const SubquadTensor& of, Size b, Size g, Size first, Size count, Size width, T scale,
-                   const T* columns, Size c, const T* poison, bool of_keys, T* to) const {
+                   const T* columns, Size c, const T* poison, bool of_keys, T* to, const T* factor = nullptr,
+                   const T* tilt = nullptr) const {
     for (Size t = 0; t < count; ++t) {
       T* grad = to + t * width;
       if (of_keys && hidden(b, first + t)) {
@@ -93,6 +137,8 @@ template <class T> struct Head {
         continue;
       }
       for (Size i = 0; i < width; ++i) grad[i] = columns[i * c + t] * scale;
+      for (Size i = 0; tilt && i < width; ++i) grad[i] += tilt[i] * columns[width * c + t] * scale;
+      for (Size i = 0; factor && i < width; ++i) grad[i] *= factor[i];
       if (poison[t] == poison[t]) continue;
       read_rows(of, b, g, first + t, 1, width, scale, spare + 0, token_row);
       for (Size i = 0; i < width; ++i)

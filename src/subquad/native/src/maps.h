@@ -43,7 +43,8 @@ struct Shape {
   Size width, features;        // d and r
   Size panel = 0, panels = 0;  // features of a panel, in whole vectors, and the number of panels
   bool series = false, scaled = false, projected = false;
-  Size lower = 0;  // features of all degrees except the highest
+  bool logged = false;  // whether the log-scale of a key is the column after the width
+  Size lower = 0;       // features of all degrees except the highest
   std::vector<Run> runs{};
   std::vector<Size> starts{};  // the first run of each panel
 
@@ -51,7 +52,8 @@ struct Shape {
     Shape s{call, tokens, padded<T>(tokens), call.query_width, call.features};
     s.series = call.map == TAYLOR;
     s.projected = call.map == POSITIVE || call.map == HYPERBOLIC;
-    s.scaled = s.projected || call.map == LOGGED;
+    s.logged = call.key_width > call.query_width || call.tilted;
+    s.scaled = s.projected || s.logged;
     const Size at_least =
         std::max<Size>(1, (s.features + PANEL_FEATURES * parts - 1) / (PANEL_FEATURES * parts) * parts);
     s.panel = std::max(lanes<T>, padded<T>((s.features + at_least - 1) / at_least));
@@ -120,8 +122,8 @@ template <class T> class Source {
         each_lower_run(s, [&](const Run& run, Size first, Size last) { multiply(y, y + first, run, first, last); });
       } else if (!s.projected) {
         point(x, y);
-        if (s.scaled) log_scale[t] = s.call.key_width > s.features && t < count ? x[s.features] : -INFINITY;
       }
+      if (s.scaled && !s.projected) log_scale[t] = s.logged && t < count ? x[s.width] : T(-INFINITY);
     }
     if (s.projected) project(rows, given, count);
   }
@@ -199,7 +201,7 @@ template <class T> class Reader {
  public:
   Reader(const Shape& s, bool differentiated)
       : s(s), weights(s.series ? static_cast<const T*>(s.call.table) : nullptr), rows(s.series ? s.lower : s.features),
-        kept(rows * s.chunk), made(s.series ? s.panel * s.chunk : 0), back(differentiated ? rows * s.chunk : 0),
+        kept(rows * s.chunk), made(s.series ? s.panel * s.chunk : 0), back(differentiated ? (rows + 1) * s.chunk : 0),
         given(differentiated ? s.panel * s.chunk : 0), found(differentiated ? (s.width + 1) * s.chunk : 0),
         log_scale(s.scaled ? s.chunk : 0) {}
 
@@ -220,10 +222,10 @@ template <class T> class Reader {
         if (s.call.map == RELU) x = x > 0 ? x : vec<T>{};
         store(kept + i, x);
       }
-      if (s.scaled)
-        for (Size t = 0; t < s.chunk; ++t)
-          log_scale[t] = s.call.key_width > s.features && t < count ? columns[s.features * s.chunk + t] : T(-INFINITY);
     }
+    if (s.scaled && !s.projected)
+      for (Size t = 0; t < s.chunk; ++t)
+        log_scale[t] = s.logged && t < count ? columns[s.width * s.chunk + t] : T(-INFINITY);
   }
 
   const T* pairs() const { return s.series ? kept + s.chunk : kept + 0; }
@@ -259,15 +261,14 @@ template <class T> class Reader {
       });
   }
 
-  // Return the gradients (width, chunk), for LOGGED keys followed by a row: the gradient of the log-scale.
-  const T* finish() {
+  // Return the gradients (width, chunk), followed by a row for the gradient of a log-scale, which the caller fills in.
+  T* finish() {
     if (s.series) {
       each_lower_run_backwards(
           s, [&](const Run& run, Size first, Size last) { descend<false>(back + first * s.chunk, run, first, last); });
       return back + s.chunk;
     }
     if (s.projected) return project_back();
-    if (s.call.map == LOGGED) std::fill(found + s.features * s.chunk, found + (s.features + 1) * s.chunk, T(0));
     for (Size f = 0; f < s.features; ++f)
       for (Size t = 0; t < s.chunk; t += lanes<T>) {
         const vec<T> grad = load(back + f * s.chunk + t), feature = load(kept + f * s.chunk + t);
@@ -276,10 +277,6 @@ template <class T> class Reader {
         if (s.call.map == ELU) slope = x > 0 ? slope : feature;
         if (s.call.map == RELU) slope = x > 0 ? slope : vec<T>{};
         store(found + f * s.chunk + t, grad * slope);
-        if (s.call.map == LOGGED) {
-          T* total = found + s.features * s.chunk + t;
-          store(total, load(total) + grad * feature);
-        }
       }
     return found;
   }
@@ -349,7 +346,7 @@ template <class T> class Reader {
   }
 
   // phi = exp(w.y + c - |y|^2/2) times a constant: dy = W' dp - y sum(dp),  dp = dphi phi
-  const T* project_back() {
+  T* project_back() {
     const bool both = s.call.map == HYPERBOLIC;
     const Size drawn = both ? s.features / 2 : s.features;
     for (Size t = 0; t < s.chunk; t += lanes<T>) {

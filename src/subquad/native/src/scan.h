@@ -26,9 +26,6 @@
 
 namespace subquad::SUBQUAD_ISA {
 
-// exp(scale - level); 0 if scale is -inf, the log-scale of no keys.
-template <class T> T raised(T scale, T level) { return scale == T(-INFINITY) ? T(0) : std::exp(scale - level); }
-
 template <class T> class Scan {
  public:
   // Scan the parts [part, end_part) of a head's features. Each part is summed up by itself, then the parts are added in
@@ -139,7 +136,8 @@ template <class T> class Scan {
           descend_pairs({values, value_row, 1}, key_count, grad_columns);
         }
         head.write_grads(call.q, b, g, first, query_count, call.query_width, T(call.query_scale), reader.finish(), c,
-                         query_poison, false, q_grad + (g * call.queries + first) * call.query_width);
+                         query_poison, false, q_grad + (g * call.queries + first) * call.query_width,
+                         coordinate<T>(call, b, 0));
       }
       if (call.causal) absorb_keys(first + s.tokens < call.queries);
     }
@@ -180,8 +178,11 @@ template <class T> class Scan {
           descend_pairs({grads, value_row, 1}, query_count, value_columns);
         }
       }
-      head.write_grads(call.k, b, 0, first, key_count, call.key_width, T(call.key_scale), reader.finish(), c,
-                       key_poison, true, k_grad + first * call.key_width);
+      T* grads_of_keys = reader.finish();
+      if (s.logged) head.log_scale_grads(value_columns, answers, c, grads_of_keys + s.width * c);
+      head.write_grads(call.k, b, 0, first, key_count, call.key_width, T(call.key_scale), grads_of_keys, c, key_poison,
+                       true, k_grad + first * call.key_width, coordinate<T>(call, b, 2),
+                       call.tilted ? coordinate<T>(call, b, 4) : nullptr);
       head.write_grads(call.v, b, 0, first, key_count, call.values, T(1), answers, c, key_poison, true,
                        v_grad + first * call.values);
     }
@@ -333,7 +334,7 @@ template <class T> class Scan {
     for (Size k = 0; k < key_count; ++k)
       for (Size t = 0; t < c; t += lanes<T>) {
         vec<T> factor = all(T(1));
-        if (s.scaled) factor = exp(smaller_than_zero(key_scale[k] - load(top + t)));
+        if (s.scaled) factor = exp(not_above_zero<T>(key_scale[k] - load(top + t)));
         weigh<with_slopes>(k * c + t, factor, places<T>(t) >= places<T>(k, 0));
       }
   }
@@ -344,12 +345,10 @@ template <class T> class Scan {
     for (Size q = 0; q < query_count; ++q)
       for (Size t = 0; t < c; t += lanes<T>) {
         vec<T> factor = all(T(1));
-        if (s.scaled) factor = exp(smaller_than_zero(load(key_scale + t) - top[q]));
+        if (s.scaled) factor = exp(not_above_zero<T>(load(key_scale + t) - top[q]));
         weigh<true>(q * c + t, factor, places<T>(t) <= places<T>(q, 0));
       }
   }
-
-  static vec<T> smaller_than_zero(vec<T> x) { return x > 0 ? vec<T>{} : x; }
 
   template <bool with_slopes> void weigh(Size place, vec<T> factor, mask<T> seen) {
     const vec<T> x = load(weights + place);
@@ -392,7 +391,7 @@ template <class T> class Scan {
 
   void take_keys_as_reader(Size b, Size first) {
     take_keys(b, first);
-    turn(tokens + 0, token_row, c, Size(call.key_width), columns + 0, c);
+    turn(tokens + 0, token_row, c, Size(call.key_width + call.tilted), columns + 0, c);
     turn(values + 0, value_row, c, rows, value_columns + 0, c);
     reader.take(columns, key_count);
     take_scales(b, first, reader.log_scale);

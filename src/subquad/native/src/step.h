@@ -16,7 +16,8 @@ namespace subquad::SUBQUAD_ISA {
 template <class T> class Step {
  public:
   explicit Step(const Shape& s)  // a chunk is the key and the queries of a group
-      : s(s), call(s.call), rows(call.values + 1), row(padded<T>(std::max(call.query_width, call.key_width))),
+      : s(s), call(s.call), rows(call.values + 1),
+        row(padded<T>(std::max(call.query_width, call.key_width + call.tilted))),
         wide(padded<T>(s.features) + lanes<T>), source(s), tokens(s.chunk * row), value(padded<T>(rows)),
         features(s.chunk * wide), lasts(s.chunk * lanes<T>), poison(s.chunk + 1) {}
 
@@ -24,8 +25,10 @@ template <class T> class Step {
     const Size group = call.group;
     std::fill(poison + 0, poison + s.chunk + 1, T(0));
     take(call.k, b, 0, call.key_width, T(call.key_scale), tokens, poison);
+    align(call, b, 2, tokens + 0, row, 1);
     for (Size g = 0; g < group; ++g)
       take(call.q, b, g, call.query_width, T(call.query_scale), tokens + (1 + g) * row, poison + 1 + g);
+    align(call, b, 0, tokens + row, row, group);
     take(call.v, b, 0, call.values, T(1), value, poison + s.chunk);
     value[call.values] = 1;
     source.take(tokens, row, 1);

@@ -1,0 +1,147 @@
+"""Coordinates for a feature method from the moments of queries and keys, one set per key head.
+
+    Taylor           b = mean q,    c = mean k: the series sees products of differences from the means
+    RandomFeatures   p = (var k / var q)^(1/4),    c = mean k + p^2 mean q: the least mean of |p q + (k - c) / p|^2
+                     (trigonometric features: c = mean k - p^2 mean q, because their variance depends on |q - k|)
+                     A = the optimal scale for that mean
+
+Keys count equally, or by the attention that they get, so that those that matter most are near their mean. With several
+query heads per key head, the moments are those of all of them: one key weight exp(b.k) serves the whole group.
+
+Axes: b batch and key heads, g query heads per key head, p rows, m keys, d width, h key heads.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from subquad._calls.call import Call
+from subquad.methods import RandomFeatures, Taylor
+from subquad.methods.method import Vectors
+from subquad.methods.random_features import optimal_scale
+from subquad.planning.rows import Picked, exact_rows
+
+MAX_BALANCE = 1e3  # where one side hardly varies
+DIGITS = 6  # of the numbers in a method, which survive float32
+NEUTRAL = {"key_shift": 0.0, "query_shift": 0.0, "balance": 1.0}
+Coordinates = dict[str, Tensor]  # (h, d) each, by the name of the method's field
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Means and variances of queries and keys, (h, d) each, float64 on the CPU, and the factor of the logits."""
+
+    query: Tensor
+    query_variance: Tensor
+    key: Tensor
+    key_variance: Tensor
+    scale: float
+
+    @classmethod
+    def of(cls, call: Call, rows: Tensor, keys: Tensor) -> "Moments":
+        """Return the moments of the queries and of the visible keys at these places."""
+        k, keep = call.layout.fold_key(call.key)[:, keys].double(), call.keep()
+        shown = torch.ones_like(k[..., :1]) if keep is None else keep[:, keys, None].double()
+        k = torch.where(shown > 0, k, 0.0)
+        sums = torch.cat([k, k.square(), shown], -1).sum(1).unflatten(0, (-1, call.layout.key_heads)).sum(0)
+        mean, square = (sums[:, :-1] / sums[:, -1:].clamp(min=1)).chunk(2, -1)
+        return cls(*_of_queries(call, rows), mean.cpu(), (square - mean.square()).clamp(min=0).cpu(), call.logit_scale)
+
+    @classmethod
+    def by_attention(cls, call: Call, rows: Tensor) -> "Moments":
+        """Return moments in which a key counts by the attention that it gets from the queries at these places."""
+        k = call.layout.fold_key(call.key)
+        squares = call._replace(value=call.layout.unfold(torch.cat([k, k.square()], -1)))
+        seen = exact_rows(squares, picked_at(call, rows)).mean((1, 2))  # (b, 2 d)
+        mean, square = seen.unflatten(0, (-1, call.layout.key_heads)).mean(0).chunk(2, -1)
+        return cls(*_of_queries(call, rows), mean.cpu(), (square - mean.square()).clamp(min=0).cpu(), call.logit_scale)
+
+    def balance(self) -> Tensor:
+        """Return (h, d): the factors of queries that make both sides vary equally."""
+        tiny = torch.finfo(torch.float32).tiny
+        found: Tensor = ((self.key_variance + tiny) / (self.query_variance + tiny)) ** 0.25
+        return found.clamp(1 / MAX_BALANCE, MAX_BALANCE)
+
+    def squared_norm(self, balance: Tensor) -> Tensor:
+        """Return (h,): the mean of |p q + (k - c) / p|^2, scaled, for the best c and independent queries and keys."""
+        return abs(self.scale) * (self.query_variance * balance**2 + self.key_variance / balance**2).sum(-1)
+
+
+def _of_queries(call: Call, rows: Tensor) -> tuple[Tensor, Tensor]:
+    q = call.layout.fold_query(call.query)[:, :, rows].double()
+    q = q.unflatten(0, (-1, call.layout.key_heads)).transpose(0, 1).flatten(1, 3)  # (h, rows, d)
+    return q.mean(1).cpu(), q.var(1, correction=0).cpu()
+
+
+def picked_at(call: Call, rows: Tensor) -> Picked:
+    """Return the rows at these places, of every head."""
+    places = rows.expand(call.layout.rows, call.layout.group, -1)
+    return Picked(places, torch.ones(len(rows), dtype=torch.float64, device=rows.device), len(rows))
+
+
+def centered(method: Any, moments: Moments) -> Any:
+    """Return the method in the coordinates for these moments, without a search: Taylor centered, features balanced."""
+    if isinstance(method, Taylor):
+        return replace(method, key_shift=as_tuples(moments.key), query_shift=as_tuples(moments.query))
+    balance = moments.balance()
+    found = replace(method, key_shift=as_tuples(_shift(method, moments, balance)), balance=as_tuples(balance))
+    if method.kind == "trigonometric":
+        return found
+    width = moments.key.shape[-1]
+    return replace(found, scale=optimal_scale(width, float(moments.squared_norm(balance).mean())))
+
+
+def variants(method: Any, moments: list[Moments]) -> list[Coordinates]:
+    """Return the coordinates that a head may have: those of the method itself, then others, the simplest first."""
+    shape = moments[0].key.shape
+    found = [{name: _own(method, name, shape) for name in _names(method)}]
+    for own in moments:
+        found.append(dict(key_shift=own.key))
+        if isinstance(method, Taylor):
+            found.append(dict(key_shift=own.key, query_shift=own.query))
+            continue
+        balance = own.balance()
+        found.append(dict(key_shift=_shift(method, own, torch.ones_like(balance))))
+        found.append(dict(key_shift=_shift(method, own, balance), balance=balance))
+    neutral = {name: torch.full(shape, NEUTRAL[name], dtype=torch.float64) for name in _names(method)}
+    return [neutral | each for each in found]
+
+
+def combined(method: Any, options: list[Coordinates], choice: list[int]) -> Any:
+    """Return the method in the coordinates that were chosen for each head, by their place among the options."""
+    vectors: dict[str, Vectors | None] = {}
+    for name in _names(method):
+        rows = torch.stack([options[place][name][head] for head, place in enumerate(choice)])
+        vectors[name] = None if bool((rows == NEUTRAL[name]).all()) else as_tuples(rows)
+    return replace(method, **vectors)
+
+
+def _names(method: Any) -> tuple[str, str]:
+    return ("key_shift", "query_shift") if isinstance(method, Taylor) else ("key_shift", "balance")
+
+
+def _own(method: Any, name: str, shape: torch.Size) -> Tensor:
+    vectors = getattr(method, name)
+    given = NEUTRAL[name] if vectors is None else vectors
+    return torch.tensor(given, dtype=torch.float64).expand(shape)
+
+
+def scales(method: RandomFeatures, moments: list[Moments]) -> list[float]:
+    """Return scales worth trying: the best ones of typical heads, and of the hardest one."""
+    if method.kind == "trigonometric":
+        return []
+    norms = moments[-1].squared_norm(moments[-1].balance())
+    typical = (float(norm) for norm in (norms.median() / 2, norms.median(), norms.max()))
+    return list(dict.fromkeys(float(f"{optimal_scale(moments[0].key.shape[-1], norm):.3g}") for norm in typical))
+
+
+def _shift(method: RandomFeatures, moments: Moments, balance: Tensor) -> Tensor:
+    sign = -1.0 if (method.kind == "trigonometric") != (moments.scale < 0) else 1.0
+    return moments.key + sign * balance**2 * moments.query
+
+
+def as_tuples(vectors: Tensor) -> Vectors:
+    """Return vectors (h, d) as a method holds them, with as many digits as survive float32."""
+    return tuple(tuple(float(f"{x:.{DIGITS}g}") for x in row) for row in vectors.tolist())

@@ -1,0 +1,72 @@
+"""fit_attention fits every layer of a transformers model, and save_pretrained keeps what it found."""
+
+from importlib.metadata import PackageNotFoundError, version
+
+import pytest
+import torch
+
+from subquad import RandomFeatures, Taylor
+
+try:
+    version("transformers")
+except PackageNotFoundError:
+    pytest.skip("transformers is not installed; pip install 'subquad[transformers]'", allow_module_level=True)
+
+from subquad.integrations.transformers import fit_attention, replace_attention, restore_attention
+from subquad.integrations.transformers.layers import layers_of, method_of
+from subquad.methods import Window
+from tiny_models import long_inputs, padding, tiny
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def ids(length: int = 48, seed: int = 1) -> torch.Tensor:
+    return torch.randint(3, 20, (3, length), generator=torch.Generator().manual_seed(seed))
+
+
+def methods_in(model) -> list[object]:
+    return [method_of(layer) for layer in layers_of(model).values()]
+
+
+@pytest.mark.parametrize("method", [Taylor(2), RandomFeatures(32)], ids=["taylor", "features"])
+@pytest.mark.parametrize("name", ["llama", "bert"])
+@torch.no_grad()
+def test_a_fit_survives_saving_and_loading(name, method, tmp_path) -> None:
+    model = tiny(name)
+    given = dict(input_ids=ids(), attention_mask=padding("left", 48))
+    exact = model(**given).logits
+    report = fit_attention(model, method, **given)
+    fitted = model(**given).logits
+    found = methods_in(model)
+    assert any(each.is_aligned for each in found)
+    assert all("->" in row.note for row in report.layers)
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path).eval()
+    torch.testing.assert_close(loaded(**given).logits, exact)
+    restore_attention(loaded)
+    assert methods_in(loaded) == found
+    torch.testing.assert_close(loaded(**given).logits, fitted)
+    report.undo()
+    assert not hasattr(model.config, "subquad_methods")
+    torch.testing.assert_close(model(**given).logits, exact)
+
+
+@torch.no_grad()
+def test_a_layer_that_the_method_does_not_serve_keeps_what_it_needs() -> None:
+    model = tiny("qwen2")  # Two of three layers have a sliding window.
+    report = fit_attention(model, "taylor", **long_inputs())
+    kinds = [type(row.method) for row in report.layers]
+    assert kinds == [Window, Taylor, Window]
+    assert model.generate(long_inputs()["input_ids"], max_new_tokens=2, min_new_tokens=2).shape[1] > 2
+
+
+def test_a_method_for_each_layer() -> None:
+    model = tiny("llama")
+    report = replace_attention(model, {1: "taylor:4"})
+    assert report.replaced == ("model.layers.1.self_attn",)
+    with pytest.raises(ValueError, match="layers: expected None with a method for each layer"):
+        replace_attention(model, {1: "taylor"}, layers=[1])
+    with pytest.raises(ValueError, match="layers: expected a list of numbers from 0 to 1"):
+        replace_attention(model, {7: "taylor"})
+    with pytest.raises(ValueError, match="model: its config holds no fitted methods"):
+        restore_attention(model)

@@ -1,0 +1,275 @@
+"""fit: coordinates that leave softmax as it is, and their search on a sample.
+
+Axes: b batch, h heads, n queries, m keys, d width.
+"""
+
+import io
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from calls import normal, normal_inputs
+from subquad import (
+    Auto,
+    Decoder,
+    Linear,
+    MultiheadAttention,
+    RandomFeatures,
+    Taylor,
+    attention,
+    fit,
+    fit_attention,
+    measure_error,
+    normalizer,
+    plan,
+    replace_attention,
+)
+from subquad._calls.call import Call
+from subquad._engines import run
+from subquad.planning.auto import _with_fitted
+from subquad.planning.rows import sampled_call
+
+HEADS = torch.tensor([[0.5, -0.25, 0.1, 0.3], [1.0, 2.0, -1.0, 0.0]])
+BOTH = Taylor(2, key_shift=HEADS, query_shift=-HEADS)
+BALANCED = RandomFeatures(16, key_shift=HEADS, balance=HEADS.abs() + 0.5)
+
+
+def offset_inputs(*batch: int, n: int = 512, d: int = 16) -> list[Tensor]:
+    """Queries and keys with means far from 0 that differ from head to head, and widths of different size."""
+    q, k, v = normal_inputs(*batch, n=n, d=d, std=0.5)
+    place = torch.linspace(0, 1, batch[-1])[:, None, None]
+    spread = torch.linspace(0.4, 2.5, d)
+    return [q * spread + place, k / spread - 2 * place + 0.5, v]
+
+
+@pytest.mark.parametrize("method", [BOTH, BALANCED], ids=["taylor", "features"])
+def test_the_coordinates_leave_softmax_as_it_is(method) -> None:
+    """A series of a high degree, or very many features, is exact attention in any coordinates."""
+    q, k, v = normal_inputs(1, 2, n=9, std=0.5, dtype=torch.float64)
+    many = replace(method, degree=40) if isinstance(method, Taylor) else replace(method, num_features=1 << 16)
+    found = attention(q, k, v, is_causal=True, method=many)
+    tolerance = 1e-9 if isinstance(method, Taylor) else 0.1
+    torch.testing.assert_close(found, attention(q, k, v, is_causal=True), rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("method", [BOTH, BALANCED], ids=["taylor", "features"])
+@pytest.mark.parametrize("form", ["dense", "linear", "chunked", "step", "fused"])
+def test_each_head_has_its_own_coordinates_in_every_form(method, form) -> None:
+    q, k, v = normal_inputs(2, 4, n=10)
+    k, v = k[:, ::2], v[:, ::2]  # Two query heads share a key head.
+    is_causal = form in ("chunked", "step")
+    found = _in_form(method, form, q, k, v, is_causal)
+    for head in range(4):
+        vectors = {name: getattr(method, name) for name in ("key_shift", "query_shift", "balance")}
+        own = replace(method, **{name: x[head // 2] for name, x in vectors.items() if x is not None})
+        alone = _in_form(own, form, q[:, head : head + 1], k[:, head // 2, None], v[:, head // 2, None], is_causal)
+        torch.testing.assert_close(found[:, head : head + 1], alone, rtol=1e-5, atol=1e-6)
+
+
+def _in_form(method, form: str, q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
+    if form != "step":
+        return run(method, Call.of(q, k, v, is_causal=is_causal, enable_gqa=True), form).output
+    state, outputs = None, []
+    for token in zip(q.split(1, -2), k.split(1, -2), v.split(1, -2), strict=True):
+        output, state = attention(
+            *token, is_causal=True, enable_gqa=True, method=method, state=state, return_state=True
+        )
+        outputs.append(output)
+    return torch.cat(outputs, -2)
+
+
+@pytest.mark.parametrize("method", [BOTH, BALANCED], ids=["taylor", "features"])
+@pytest.mark.parametrize("form", ["dense", "chunked", "fused"])
+def test_gradients_pass_through_the_weight_of_a_key(method, form) -> None:
+    inputs = [x.requires_grad_() for x in normal_inputs(1, 2, n=5, dtype=torch.float64)]
+    keep = torch.tensor([[True, True, False, True, True]])
+
+    def function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return run(method, Call.of(q, k, v, is_causal=True, key_padding_mask=keep), form).output
+
+    torch.autograd.gradcheck(function, inputs)
+    torch.autograd.gradgradcheck(function, inputs, atol=1e-4)
+
+
+@pytest.mark.parametrize("n", [70, 200])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_pairs_in_the_kernels_are_the_formula_with_large_log_scales(n, is_causal) -> None:
+    """Short calls meet pair by pair, in blocks of 64; a key may weigh exp(100) times another."""
+    q, k, v = normal_inputs(1, 2, n=n, d=32, e=5)
+    method = Taylor(2, query_shift=normal(32, seed=7, std=4.0))
+    keep = torch.rand(1, n, generator=torch.Generator().manual_seed(0)) > 0.3
+    x = [a.requires_grad_() for a in (q, k, v)]
+    results = []
+    for form in ("dense", "fused"):
+        call = Call.of(*x, is_causal=is_causal, key_padding_mask=keep)
+        output = run(method, call, form).output
+        results.append([output, *torch.autograd.grad(output.square().sum(), x)])
+    for expected, found in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-4)
+
+
+def test_a_large_query_shift_neither_overflows_nor_leaks() -> None:
+    q, k, v = normal_inputs(1, 2, n=300)
+    method = Taylor(2, query_shift=[200.0, -300.0, 100.0, 50.0])  # log-scales of several hundred
+    found = attention(q, k, v, is_causal=True, method=method)
+    assert found.isfinite().all()
+    changed = [x.clone() for x in (q, k, v)]
+    for x in changed:
+        x[:, :, 150:] = 1e3 * x[:, :, 150:].flip(-1)
+    again = attention(*changed, is_causal=True, method=method)
+    assert torch.equal(found[:, :, :150], again[:, :, :150])
+
+
+@pytest.mark.parametrize("method", [BOTH, BALANCED], ids=["taylor", "features"])
+def test_a_decoder_continues_in_the_same_coordinates(method) -> None:
+    inputs = normal_inputs(2, 2, n=12, e=4)
+    whole = attention(*inputs, is_causal=True, method=method)
+    first, rest = ([x[:, :, part] for x in inputs] for part in (slice(0, 5), slice(5, None)))
+    _, state = attention(*first, is_causal=True, method=method, return_state=True)
+    assert state.method == method
+    decoder = Decoder(state)
+    steps = [decoder(*token) for token in zip(*(x.split(1, -2) for x in rest), strict=True)]
+    torch.testing.assert_close(torch.cat(steps, -2), whole[:, :, 5:], rtol=1e-4, atol=1e-5)
+    other = replace(method, key_shift=None)
+    with pytest.raises(ValueError, match="state: expected one made by"):
+        attention(*[x[:, :, :1] for x in rest], is_causal=True, method=other, state=state)
+
+
+def test_balancing_cannot_change_a_series_of_the_logits() -> None:
+    """Why Taylor has no `balance`."""
+    q, k, v = normal_inputs(1, 2, n=20, dtype=torch.float64)
+    factors = torch.tensor([4.0, 0.5, 1.0, 2.0])
+    torch.testing.assert_close(
+        attention(q * factors, k / factors, v, method=Taylor(2)), attention(q, k, v, method=Taylor(2))
+    )
+
+
+def test_the_normalizer_of_a_centered_series_is_positive() -> None:
+    q, k, _ = normal_inputs(1, 2, n=20)
+    assert (normalizer(q, k, method=BOTH) > 0).all()
+
+
+@pytest.mark.parametrize(
+    ("method", "factor"),
+    [(Taylor(2), 0.2), (RandomFeatures(128), 0.75), (RandomFeatures(128, "hyperbolic"), 0.75)],
+    ids=["taylor", "positive", "hyperbolic"],
+)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_fit_lowers_the_error_on_other_inputs(method, factor, is_causal) -> None:
+    both = offset_inputs(2, 3, n=400)
+    (q, k, v), other = ([x[part] for x in both] for part in (slice(0, 1), slice(1, 2)))
+    found = fit(method, q, k, v, is_causal=is_causal)
+    before, after = (measure_error(*other, is_causal=is_causal, method=m).relative for m in (method, found.method))
+    assert after < factor * before
+    assert found.after.relative < factor * found.before.relative
+    assert len(found.heads) == 3
+    assert hash(found.method) != hash(method)
+
+
+def test_a_fit_keeps_what_cannot_be_improved() -> None:
+    q, k, v = normal_inputs(1, 2, n=400, d=16, std=0.3)
+    found = fit(Taylor(2), q, k, v)
+    assert found.after.relative <= found.before.relative * 1.02
+
+
+def test_the_rows_of_the_report_are_not_those_of_the_fit(monkeypatch) -> None:
+    """Rows are drawn once and split into three parts without a common one."""
+    seen = []
+    from subquad.planning import fit as module
+
+    class Rows(module.Rows):
+        def __init__(self, call: Call, rows: Tensor) -> None:
+            seen.append(set(rows.tolist()))
+            super().__init__(call, rows)
+
+    def moments(call: Call, rows: Tensor, *rest: Tensor) -> object:
+        seen.append(set(rows.tolist()))
+        return original(call, rows, *rest)
+
+    original = module.Moments.of
+    monkeypatch.setattr(module, "Rows", Rows)
+    monkeypatch.setattr(module.Moments, "of", moments)
+    fit(Taylor(2), *offset_inputs(1, 2, n=100), rows=80)
+    own, chosen, held = seen
+    assert len(own | chosen | held) == len(own) + len(chosen) + len(held) == 80
+
+
+def test_masks_hide_keys_from_the_fit() -> None:
+    q, k, v = offset_inputs(1, 2, n=200)
+    keep = torch.arange(200) < 150
+    plain = fit(Taylor(2), q, k, v, key_padding_mask=keep[None])
+    k[:, :, 150:] = 1e4
+    assert fit(Taylor(2), q, k, v, key_padding_mask=keep[None]).method == plain.method
+
+
+def test_a_fit_of_grouped_heads_has_one_vector_for_each_key_head() -> None:
+    q, k, v = offset_inputs(1, 4)
+    found = fit("taylor", q, k[:, ::2], v[:, ::2], is_causal=True, enable_gqa=True)
+    assert len(found.method.query_shift) == len(found.heads) == 2
+    assert repr(found).startswith("Fit(Taylor(2), both sides centered, relative error on held-out rows ")
+
+
+def test_fit_says_what_it_cannot_do() -> None:
+    q, k, v = normal_inputs(1, 2, n=20)
+    with pytest.raises(ValueError, match="method: expected Taylor or RandomFeatures, which have something to fit"):
+        fit(Linear("elu"), q, k, v)
+    with pytest.raises(ValueError, match="query: expected at least 8 rows to fit a method, got 4"):
+        fit("taylor", q[:, :, :4], k, v)
+    with pytest.raises(ValueError, match="key: expected finite numbers"):
+        fit("taylor", q, k * math.nan, v)
+    with pytest.raises(ValueError, match="balance: expected finite positive numbers"):
+        RandomFeatures(8, balance=[1.0, 0.0])
+    with pytest.raises(ValueError, match=r"query_shift: expected shape \(4,\) or \(2, 4\), got \(3,\)"):
+        attention(q, k, v, method=Taylor(2, query_shift=[1.0, 2.0, 3.0]))
+
+
+def test_plan_takes_fitted_candidates() -> None:
+    q, k, v = offset_inputs(1, 2)
+    found = plan(sample=(q, k, v), query_length=200_000, is_causal=True)
+    assert any(getattr(c.method, "query_shift", None) for c in found.candidates)
+    assert any(getattr(c.method, "balance", None) for c in found.candidates)
+
+
+def test_auto_fits_nothing_to_a_causal_call() -> None:
+    q, k, v = offset_inputs(1, 2)
+    methods = [Taylor(2), RandomFeatures(64)]
+    assert _with_fitted(methods, sampled_call(q, k, v, is_causal=True)) == methods
+    fitted = _with_fitted(methods, sampled_call(q, k, v))
+    assert [m.is_aligned for m in fitted] == [False, True, False, True]
+    assert fitted[1].query_shift is not None and fitted[3].scale < 0
+    chosen = Auto(0.05).choose(*(x.repeat(1, 1, 8, 1) for x in (q, k, v)), is_causal=True).method
+    assert not getattr(chosen, "is_aligned", False)
+
+
+@pytest.mark.parametrize("method", [Taylor(2), RandomFeatures(32)], ids=["taylor", "features"])
+def test_a_module_keeps_its_fit_in_the_state_dict(method) -> None:
+    torch.manual_seed(0)
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32, dropout=0, batch_first=True), 2).eval()
+    for layer in model.layers:
+        nn.init.normal_(layer.self_attn.in_proj_bias, std=2.0)
+    x = torch.randn(4, 60, 16)
+    exact = model(x)
+    replace_attention(model, method)
+    plain = model(x)
+    fits = fit_attention(model, x)
+    assert [*fits] == ["layers.0.self_attn", "layers.1.self_attn"]
+    fitted = model(x)
+    assert (fitted - exact).norm() < (plain - exact).norm()
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    for layer in model.layers:
+        layer.self_attn = MultiheadAttention.from_module(layer.self_attn, 0.0, method)
+    torch.testing.assert_close(model(x), plain)
+    model.load_state_dict(torch.load(file))
+    assert torch.equal(model(x), fitted)
+    assert model.layers[0].self_attn.method == fits["layers.0.self_attn"].method
+    model.layers[0].self_attn.load_state_dict(nn.MultiheadAttention(16, 2).state_dict())  # torch's has no fit
+
+
+def test_fit_attention_needs_something_to_fit() -> None:
+    with pytest.raises(ValueError, match=r"model: expected a subquad\.MultiheadAttention whose method is"):
+        fit_attention(MultiheadAttention(8, 2), torch.ones(1, 9, 8))
