@@ -250,6 +250,8 @@ def test_fit_says_what_it_cannot_do() -> None:
         RandomFeatures(8, balance=[1.0, 0.0])
     with pytest.raises(ValueError, match=r"query_shift: expected shape \(4,\) or \(2, 4\), got \(3,\)"):
         attention(q, k, v, method=Taylor(2, query_shift=[1.0, 2.0, 3.0]))
+    with pytest.raises(ValueError, match=r"key_shift: expected shape \(4,\) or \(2, 4\), got \(3, 4\)"):
+        fit(Taylor(2, key_shift=torch.ones(3, 4)), q, k, v)
 
 
 def test_plan_takes_fitted_candidates() -> None:
