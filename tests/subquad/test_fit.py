@@ -141,6 +141,15 @@ def test_a_decoder_continues_in_the_same_coordinates(method) -> None:
         attention(*[x[:, :, :1] for x in rest], is_causal=True, method=other, state=state)
 
 
+def test_messages_and_modules_do_not_print_fitted_numbers() -> None:
+    q, k, v = normal_inputs(2, 2, n=4)
+    _, state = attention(q, k, v, is_causal=True, method=Taylor(2, key_shift=[1.0] * 4), return_state=True)
+    with pytest.raises(ValueError, match=r"by Taylor\(2\), keys centered, got .* the same with another key_shift$"):
+        attention(q, k, v, is_causal=True, method=Taylor(2, key_shift=[2.0] * 4), state=state)
+    layer = MultiheadAttention(8, 2, method=Taylor(2, key_shift=[1.0] * 4))
+    assert layer.extra_repr().endswith("method=Taylor(2), keys centered")
+
+
 def test_balancing_cannot_change_a_series_of_the_logits() -> None:
     """Why Taylor has no `balance`."""
     q, k, v = normal_inputs(1, 2, n=20, dtype=torch.float64)
@@ -246,6 +255,10 @@ def test_fit_says_what_it_cannot_do() -> None:
         fit("taylor", q[:, :, :4], k, v)
     with pytest.raises(ValueError, match="key: expected finite numbers"):
         fit("taylor", q, k * math.nan, v)
+    with pytest.raises(ValueError, match=r"key_shift: .*, got a tensor of shape \(1, 2, 4\), numbers from 0 to 0$"):
+        Taylor(2, key_shift=torch.zeros(1, 2, 4))
+    with pytest.raises(ValueError, match=r"key_shift: .*, got rows of lengths \[2, 1\]$"):
+        Taylor(2, key_shift=((1.0, 2.0), (1.0,)))
     with pytest.raises(ValueError, match="balance: expected finite positive numbers"):
         RandomFeatures(8, balance=[1.0, 0.0])
     with pytest.raises(ValueError, match=r"query_shift: expected shape \(4,\) or \(2, 4\), got \(3,\)"):
