@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from subquad.attention import MethodLike
 from subquad.integrations.transformers.layers import layers_of
 from subquad.integrations.transformers.replace import replace_attention
-from subquad.methods import KINDS, AnyMethod, Method, RandomFeatures, Taylor
+from subquad.methods import KINDS, AnyMethod, Method
 from subquad.nn.recording import recorded
 from subquad.nn.report import Replacements
 
@@ -50,7 +50,7 @@ def fit_attention(
         inputs = dict(use_cache=False) | inputs
     with replace_attention(model, method, layers=layers) as trial:
         found = layers_of(model)
-        chosen = {row.name: row for row in trial.layers if isinstance(row.method, Taylor | RandomFeatures)}
+        chosen = {row.name: row for row in trial.layers if getattr(row.method, "coordinates", ())}
         with torch.no_grad(), recorded({name: found[name] for name in chosen}) as calls:
             model(**inputs)
     missing = [name for name in chosen if name not in calls]
