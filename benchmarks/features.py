@@ -64,8 +64,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     ]
     title = f"# Random features, {today()}\n\n{machine()}\n\n"
     text = (
-        f"{COUNT} features at width {WIDTH}, {DRAWS:,} draws each. The square of a feature is heavy-tailed: at a norm of "
-        "2.83, FAVOR+ and its pairs have an error that 2,000 draws understate.\n\n"
+        f"{COUNT} features at width {WIDTH}, {DRAWS:,} draws each. The square of a feature is heavy-tailed: at a norm "
+        "of 2.83, FAVOR+ and its pairs have an error that 2,000 draws understate.\n\n"
     )
     write_page("features", title + text + "\n".join(lines) + "\n", rows)
 

@@ -142,6 +142,10 @@ def test_the_normalizer_tells_which_rows_are_no_averages() -> None:
     torch.testing.assert_close(found.double(), wanted, rtol=1e-3, atol=1.0)
     assert (found <= 0).any()
     assert (normalizer(q * 2, k * 2, method=Taylor(2), is_causal=True) > 0).all()
+    keep = torch.arange(k.shape[-2]) % 3 > 0
+    hidden = normalizer(q, k, attn_mask=keep[None], method=Taylor(2))
+    assert torch.equal(hidden, normalizer(q, k, key_padding_mask=keep.expand(*k.shape[:-3], -1), method=Taylor(2)))
+    assert not torch.allclose(hidden, normalizer(q, k, method=Taylor(2)))
     blind = normalizer(-q.abs(), k, method=Linear("relu"))
     assert not blind.any()
     with pytest.raises(ValueError, match="expected a feature map"):

@@ -509,3 +509,40 @@ def test_gradients_of_huge_logits_are_shares(method) -> None:
             outputs.append(output)
         (grad,) = torch.autograd.grad(torch.cat(outputs, 2).sum(), v)
         assert grad.isfinite().all() and float(grad.abs().max()) <= 8.001  # shares of 8 queries
+
+
+def test_a_state_with_room_is_continued_three_times() -> None:
+    """Only one continuation may write into the room of a state: none may see what another wrote."""
+    method, (q, k, v) = Window(16), torch.randn(3, 1, 2, 40, 8, generator=torch.Generator().manual_seed(0))
+
+    def follow(start: State | None, begin: int, end: int, shift: float = 0.0) -> tuple[Tensor, State]:
+        tokens = (x[:, :, begin:end] + shift for x in (q, k, v))
+        return attention(*tokens, is_causal=True, method=method, state=start, return_state=True)
+
+    state = None
+    for i in range(20):  # token by token, so that the buffers have room
+        _, state = follow(state, i, i + 1)
+    shifts = (0.0, 1.0, 2.0)
+    states = [follow(state, 20, 21, shift)[1] for shift in shifts]
+    for shift, own in zip(shifts, states, strict=True):
+        found, _ = follow(own, 21, 22)
+        tokens = [x[:, :, :22].clone() for x in (q, k, v)]
+        for x in tokens:
+            x[:, :, 20] += shift
+        close(found, attention(*tokens, is_causal=True, method=method)[:, :, 21:], 1e-6)
+
+
+def test_sinks_may_come_after_hidden_keys() -> None:
+    """While fewer than `sinks` keys are visible, the next visible ones become sinks, also without a mask."""
+    method, inputs = Window(4, sinks=3), torch.randn(3, 1, 2, 30, 8, generator=torch.Generator().manual_seed(0))
+    keep = torch.ones(1, 30, dtype=torch.bool)
+    keep[:, :5] = False
+    keep[:, 2] = True  # one visible key among the first six
+    outputs, state = [], None
+    for begin, end in pairwise((0, 6, 7, 8, 9, 10, 20, 30)):
+        mask = keep[:, begin:end] if begin == 0 else None
+        output, state = attention(*inputs[:, :, :, begin:end], is_causal=True, method=method, state=state,
+                                  key_padding_mask=mask, return_state=True)  # fmt: skip
+        outputs.append(output)
+    whole = attention(*inputs, is_causal=True, method=method, key_padding_mask=keep)
+    close(torch.cat(outputs, 2), whole, 1e-6)
