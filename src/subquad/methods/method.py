@@ -50,6 +50,7 @@ class Method(ABC):
         engine: Which engine computes it.
         family: Methods whose calls do the same kind of work, and so share the coefficients of a calibration.
         positive: Whether its weights are never negative, so that a sample of rows tells about the others.
+        coordinates: The fields that `fit` can set, whose vectors change neither logits nor softmax; see `alignment.py`.
     """
 
     name: ClassVar[str]
@@ -57,6 +58,7 @@ class Method(ABC):
     engine: ClassVar[Engine]
     family: ClassVar[str]
     positive: bool | property = True
+    coordinates: ClassVar[tuple[str, ...]] = ()
 
     @property
     def label(self) -> str:

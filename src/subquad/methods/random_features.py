@@ -69,6 +69,7 @@ class RandomFeatures(FeatureMethod):
     family: ClassVar[str] = "random"
     argument = "num_features"
     has_log_scale = True
+    coordinates = ("key_shift", "balance")
 
     num_features: int = 256
     kind: Kind = "positive"

@@ -58,6 +58,7 @@ class Taylor(FeatureMethod):
     name = "taylor"
     family: ClassVar[str] = "taylor"
     argument = "degree"
+    coordinates = ("key_shift", "query_shift")
 
     degree: int = 2
     basis: Literal["symmetric", "diagonal"] = "symmetric"

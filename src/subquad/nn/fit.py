@@ -5,7 +5,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from subquad.methods import RandomFeatures, Taylor
 from subquad.nn.binding import bind_method, bound_method
 from subquad.nn.multihead import MultiheadAttention
 from subquad.nn.recording import recorded
@@ -40,11 +39,10 @@ def fit_attention(model: nn.Module, *inputs: Any, rows: int = 512, seed: int = 0
         >>> list(fits)
         ['layers.0.self_attn', 'layers.1.self_attn']
     """
-    kinds = (Taylor, RandomFeatures)
     layers = {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, MultiheadAttention) and isinstance(module.method, kinds)
+        if isinstance(module, MultiheadAttention) and len(getattr(module.method, "coordinates", ()))
     }
     if not layers:
         raise ValueError(

@@ -251,5 +251,5 @@ def _with_fitted(methods: list[Any], call: Call) -> list[Any]:
     device = call.query.device
     rows, keys = (torch.arange(count, device=device) for count in (call.layout.queries, call.layout.keys))
     moments = Moments.of(call, rows, keys)
-    pairs = ([m, centered(m, moments)] if isinstance(m, Taylor | RandomFeatures) else [m] for m in methods)
+    pairs = ([m, centered(m, moments)] if m.coordinates else [m] for m in methods)
     return [method for pair in pairs for method in pair]

@@ -14,13 +14,14 @@ from typing import Any
 from subquad._calls.call import Call
 from subquad.methods import BUILT_IN, Exact, Linear, Multipole, RandomFeatures, Separable, Taylor, Window
 from subquad.methods.error_estimate import NO_ERROR, UNKNOWN_ERROR, ErrorEstimate, LogitRange, as_range
-from subquad.methods.random_features import CANDIDATE_COUNTS, optimal_scale
+from subquad.methods.random_features import CANDIDATE_COUNTS, Kind, optimal_scale
 from subquad.planning.error import error, needed_features
 from subquad.planning.fit import MIN_FIT_ROWS, fit_call
 from subquad.planning.shape import Shape
 from subquad.planning.sparse_pairs import has_places
 
 MEASURED_COUNT = 256  # random features that are measured; the error of other numbers is inferred
+FITTED_KINDS: tuple[Kind, ...] = ("positive", "hyperbolic")
 MULTIPOLES = tuple(Multipole(top=top) for top in (12, 24, 48))
 Errors = dict[Any, ErrorEstimate]
 
@@ -94,13 +95,16 @@ def _fitted(call: Call, methods: list[Any]) -> list[Any]:
     """Return the methods that have something to fit, each kind fitted once: coordinates do not depend on the size."""
     if call.layout.queries < MIN_FIT_ROWS:
         return []
-    series, kinds = fit_call(Taylor(2), call).method, dict[str, RandomFeatures]()
-    found: list[Any] = []
-    for method in methods:
-        if isinstance(method, Taylor) and method.degree > 0:
-            found.append(replace(method, key_shift=series.key_shift, query_shift=series.query_shift))
-        elif isinstance(method, RandomFeatures):
-            if method.kind not in kinds:
-                kinds[method.kind] = fit_call(replace(method, num_features=MEASURED_COUNT), call).method
-            found.append(replace(kinds[method.kind], num_features=method.num_features))
+    examples: list[Any] = [Taylor(2), *(RandomFeatures(MEASURED_COUNT, kind) for kind in FITTED_KINDS)]
+    fitted = {_kind(example): fit_call(example, call).method for example in examples}
+    sizes = {"taylor": "degree", "random": "num_features"}
+    found = [
+        replace(fitted[_kind(method)], **{sizes[method.name]: getattr(method, sizes[method.name])})
+        for method in methods
+        if _kind(method) in fitted and method.degree > 0
+    ]
     return [method for method in found if method not in methods]
+
+
+def _kind(method: Any) -> tuple[str, str]:
+    return method.name, getattr(method, "kind", "")

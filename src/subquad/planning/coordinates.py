@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from subquad._calls.call import Call
-from subquad.methods import RandomFeatures, Taylor
+from subquad.methods import RandomFeatures
 from subquad.methods.method import Vectors
 from subquad.methods.random_features import optimal_scale
 from subquad.planning.rows import Picked, exact_rows
@@ -88,7 +88,7 @@ def picked_at(call: Call, rows: Tensor) -> Picked:
 
 def centered(method: Any, moments: Moments) -> Any:
     """Return the method in the coordinates for these moments, without a search: Taylor centered, features balanced."""
-    if isinstance(method, Taylor):
+    if "query_shift" in method.coordinates:
         return replace(method, key_shift=as_tuples(moments.key), query_shift=as_tuples(moments.query))
     balance = moments.balance()
     found = replace(method, key_shift=as_tuples(_shift(method, moments, balance)), balance=as_tuples(balance))
@@ -101,30 +101,26 @@ def centered(method: Any, moments: Moments) -> Any:
 def variants(method: Any, moments: list[Moments]) -> list[Coordinates]:
     """Return the coordinates that a head may have: those of the method itself, then others, the simplest first."""
     shape = moments[0].key.shape
-    found = [{name: _own(method, name, shape) for name in _names(method)}]
+    found = [{name: _own(method, name, shape) for name in method.coordinates}]
     for own in moments:
         found.append(dict(key_shift=own.key))
-        if isinstance(method, Taylor):
+        if "query_shift" in method.coordinates:
             found.append(dict(key_shift=own.key, query_shift=own.query))
             continue
         balance = own.balance()
         found.append(dict(key_shift=_shift(method, own, torch.ones_like(balance))))
         found.append(dict(key_shift=_shift(method, own, balance), balance=balance))
-    neutral = {name: torch.full(shape, NEUTRAL[name], dtype=torch.float64) for name in _names(method)}
+    neutral = {name: torch.full(shape, NEUTRAL[name], dtype=torch.float64) for name in method.coordinates}
     return [neutral | each for each in found]
 
 
 def combined(method: Any, options: list[Coordinates], choice: list[int]) -> Any:
     """Return the method in the coordinates that were chosen for each head, by their place among the options."""
     vectors: dict[str, Vectors | None] = {}
-    for name in _names(method):
+    for name in method.coordinates:
         rows = torch.stack([options[place][name][head] for head, place in enumerate(choice)])
         vectors[name] = None if bool((rows == NEUTRAL[name]).all()) else as_tuples(rows)
     return replace(method, **vectors)
-
-
-def _names(method: Any) -> tuple[str, str]:
-    return ("key_shift", "query_shift") if isinstance(method, Taylor) else ("key_shift", "balance")
 
 
 def _own(method: Any, name: str, shape: torch.Size) -> Tensor:
@@ -135,9 +131,9 @@ def _own(method: Any, name: str, shape: torch.Size) -> Tensor:
     return own.expand(shape)
 
 
-def scales(method: RandomFeatures, moments: list[Moments]) -> list[float]:
-    """Return scales worth trying: the best ones of typical heads, and of the hardest one."""
-    if method.kind == "trigonometric":
+def scales(method: Any, moments: list[Moments]) -> list[float]:
+    """Return scales worth trying: the best ones of typical heads, and of the hardest one; none if there is no scale."""
+    if getattr(method, "kind", "trigonometric") == "trigonometric":
         return []
     norms = moments[-1].squared_norm(moments[-1].balance())
     typical = (float(norm) for norm in (norms.median() / 2, norms.median(), norms.max()))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from subquad._calls.call import Call, check_tensors
-from subquad.methods import MethodLike, RandomFeatures, Taylor, label_of, resolve
+from subquad.methods import MethodLike, label_of, resolve
 from subquad.methods.checks import check_whole
 from subquad.methods.error_estimate import ErrorEstimate
 from subquad.planning.coordinates import Moments, by_head, combined, picked_at, scales, variants
@@ -78,7 +78,7 @@ def fit(
         Fit(Taylor(2), both sides centered, relative error on held-out rows 0.38 -> 0.014)
     """
     found = resolve(method)
-    if not isinstance(found, Taylor | RandomFeatures):
+    if not getattr(found, "coordinates", ()):
         raise ValueError(f"method: expected Taylor or RandomFeatures, which have something to fit, got {found}")
     check_whole("rows", rows, MIN_FIT_ROWS)
     value = key if value is None else value
@@ -143,8 +143,6 @@ def _best(method: Any, moments: list[Moments], rows: Rows) -> Any:
     errors[1:] /= MIN_GAIN**2
     choice = errors.argmin(0)
     found = combined(method, options, choice.tolist()) if bool(choice.any()) else method
-    if not isinstance(method, RandomFeatures):
-        return found
     least = rows.squares(found)
     for scale in scales(method, moments):
         scaled = replace(found, scale=scale)

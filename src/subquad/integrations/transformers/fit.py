@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from subquad.attention import MethodLike
 from subquad.integrations.transformers.layers import layers_of
 from subquad.integrations.transformers.replace import replace_attention
-from subquad.methods import KINDS, AnyMethod, Method, RandomFeatures, Taylor, label_of
+from subquad.methods import KINDS, AnyMethod, Method, label_of
 from subquad.nn.recording import recorded
 from subquad.nn.report import Replacements
 
@@ -53,7 +53,7 @@ def fit_attention(
         inputs = dict(use_cache=False) | inputs
     with replace_attention(model, method, layers=layers) as trial:
         found = layers_of(model)
-        chosen = {row.name: row for row in trial.layers if isinstance(row.method, Taylor | RandomFeatures)}
+        chosen = {row.name: row for row in trial.layers if getattr(row.method, "coordinates", ())}
         if not chosen:
             served = ", ".join(sorted({label_of(row.method) for row in trial.layers if row.method is not None}))
             raise ValueError(
