@@ -55,7 +55,8 @@ def fit_attention(
         found = layers_of(model)
         chosen = {row.name: row for row in trial.layers if getattr(row.method, "coordinates", ())}
         if not chosen:
-            served = ", ".join(sorted({label_of(row.method) for row in trial.layers if row.method is not None}))
+            names = {label_of(cast(Method, row.method)) for row in trial.layers if row.method is not None}
+            served = ", ".join(sorted(names))
             raise ValueError(
                 "method: expected Taylor or RandomFeatures, which have something to fit, in at least one layer, got "
                 f"{served}; replace_attention gives layers a method without a fit"
