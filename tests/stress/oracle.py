@@ -69,6 +69,11 @@ def weights(method: Any, q: Tensor, k: Tensor, scale: float, seen: Tensor) -> We
     """Return the weights of all pairs; those that are not seen can be anything finite."""
     if getattr(method, "key_shift", None) is not None:
         k = k - torch.tensor(method.key_shift, dtype=k.dtype)
+    if getattr(method, "balance", None) is not None:
+        balance = torch.tensor(method.balance, dtype=k.dtype)
+        q, k = q * balance, k / balance
+    if getattr(method, "query_shift", None) is not None:
+        return _tilted(method, q, k, scale, seen)
     if isinstance(method, Exact | Window | BlockSparse | Multipole):
         return _softmax(method, q, k, scale, seen)
     if isinstance(method, Taylor):
@@ -85,6 +90,16 @@ def weights(method: Any, q: Tensor, k: Tensor, scale: float, seen: Tensor) -> We
         terms = act(q).abs() @ act(k).abs().mT * spread
         return Weights(act(q) @ act(k).mT, terms, _wild(q, k, 1))
     return _squares(q, k, seen)
+
+
+def _tilted(method: Any, q: Tensor, k: Tensor, scale: float, seen: Tensor) -> Weights:
+    """Return the weights of centered queries, each times exp(scale b.k), the weight of its key."""
+    shift = torch.tensor(method.query_shift, dtype=k.dtype)
+    found = _series(method, q - shift, k, scale)
+    tilt = (k @ shift * scale)[..., None, :].expand(seen.shape)
+    factor = _exp(tilt - _highest(tilt, seen))
+    spread = 1 + (k.abs() @ shift.abs() * abs(scale))[..., None, :]
+    return found._replace(w=found.w * factor, terms=found.terms * factor * spread)
 
 
 def _elu(y: Tensor) -> Tensor:

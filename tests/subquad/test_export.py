@@ -251,8 +251,8 @@ def test_a_trace_refuses_lengths_that_it_was_not_made_for() -> None:
 
 def test_the_operator_checks_its_shapes() -> None:
     q, k, v = torch.randn(2, 1, 20, 8), torch.randn(2, 20, 8), torch.randn(2, 20, 4)
-    numbers = (MAPS["elu"], 0, 8, 1.0, 1.0, True, True, 0, False)
-    rest = (None,) * 6
+    numbers = (MAPS["elu"], 0, 8, 1.0, 1.0, True, True, 0, 0.0, False, False)
+    rest = (None,) * 7
     assert torch.ops.subquad.forward(q, k, v, *rest, *numbers)[0].shape == (2, 1, 20, 4)
     for other in ((q[:, :, :9], k, v), (q[..., :5], k, v), (q, k[:1], v), (q, k, v[:, :9])):
         with pytest.raises(ValueError, match="subquad::forward: "):

@@ -471,7 +471,7 @@ REFUSED = {
     "torch's function": "torch's function would see only the tokens of this rank",
     "left to torch by sdpa": "torch's function would see only the tokens of this rank",
     "no attention": "Other has not called subquad.attention",
-    "auto": "method: expected a name, a method such as .* got Auto",
+    "auto": "method: Auto needs the whole sequence, which no rank holds",
     "checkpoint outside": "A different number of tensors was saved",
     "added key": "MultiheadAttention adds a key to those of the sequence",
     "learned key": "MultiheadAttention adds a key to those of the sequence",

@@ -242,8 +242,8 @@ def for_layer(method: Any, head_dim: int, heads: int, key_heads: int | None = No
 
     Example:
         >>> from subquad import Hedgehog, Taylor
-        >>> for_layer(Taylor(2), 16, 4), for_layer(Hedgehog(), 16, 4)
-        (Taylor(2), Hedgehog(head_dim=16, heads=4))
+        >>> for_layer(Taylor(2), 16, 4) == Taylor(2), for_layer(Hedgehog(), 16, 4)
+        (True, Hedgehog(head_dim=16, heads=4))
     """
     make = getattr(method, "for_layer", None)
     return method if make is None else make(head_dim, heads, heads if key_heads is None else key_heads)

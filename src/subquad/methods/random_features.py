@@ -146,7 +146,7 @@ class RandomFeatures(FeatureMethod):
 
     def scale_at(self, width: int) -> float:
         """Return the scale A at this width."""
-        return prior_scale(width) if self.scale == "auto" else self.scale
+        return prior_scale(index(width)) if self.scale == "auto" else self.scale
 
     def exponents(self, table: Tensor) -> tuple[float, Tensor | None]:
         """Return sqrt(1 - 4A), and A |w|^2 + d/4 ln(1 - 4A) (..., rows), None if A = 0."""

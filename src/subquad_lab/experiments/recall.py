@@ -52,19 +52,21 @@ class Config(Training):
         shift: Combine the embedding of each token with that of the previous one, so that one layer is enough.
     """
 
-    epochs: int = 4
+    seeds: int = 3
+    epochs: int = 20
+    evaluate_every: int = 200
     batch: int = 32
-    lr: float = 1e-2
+    lr: float = 5e-3
     schedule: Literal["constant", "linear", "cosine", "epochs"] = "cosine"
-    warmup: int = 50
+    warmup: int = 100
     clip: float | None = 1.0
     task: Task = "recall"
     method: str = "exact"
-    pairs: int | str = "4,8,16"
-    length: int = 64
-    vocabulary: int = 64
-    width: int = 32
-    heads: int = 2
+    pairs: int | str = "4,8,16,32,64"
+    length: int = 256
+    vocabulary: int = 256
+    width: int = 64
+    heads: int = 4
     layers: int = 1
     positions: Literal["none", "rotary", "learned"] = "none"
     shift: bool = True

@@ -90,7 +90,7 @@ def test_a_finished_run_is_not_trained_again(trained, capfd):
         (["train"], "EXPERIMENT: expected an experiment or --resume RUN, got neither"),
         (
             ["train", "chess"],
-            "invalid choice: 'chess' (choose from 'language', 'images', 'graphs', 'speech', 'recall')",
+            "invalid choice: 'chess' (choose from 'language', 'images', 'graphs', 'speech', 'recall', 'convert')",
         ),
         (["train", "language", "--lr", "fast"], "--lr: expected a number, got 'fast'"),
         (["train", "language", "--model", "gru"], "--model: expected one of 'rnn', 'lstm', 'transformer', got 'gru'"),

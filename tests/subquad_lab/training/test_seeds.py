@@ -71,6 +71,6 @@ def test_the_figure_of_one_run_has_no_interval(text, tmp_path, capfd):
     value = made.values("test", "perplexity")[0]
     assert made.shown("test", "perplexity") == f"{value:.4g}"
     assert not (made.folder / "summary.json").exists()
-    print_result(made)
+    print_result(EXPERIMENT, made)
     assert capfd.readouterr().out.startswith("test: cross-entropy ")
     assert Run(made.folder).result() == made.results[0]
