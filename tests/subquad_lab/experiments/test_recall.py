@@ -17,6 +17,7 @@ from subquad_lab.experiments.recall import Config, build, family, make_model, nu
 from subquad_lab.models.recall import shifted
 
 TINY = dict(pairs="2,3", length=16, vocabulary=12, width=8, heads=2, batch=4)
+SMALL = dict(pairs="4,8,16", length=64, vocabulary=64, width=32, heads=2)  # as the preset "quick"
 METHODS = ("exact", "taylor:2", "random:16", "linear:elu", "separable", "window:4", "window:4,taylor:2")
 
 
@@ -105,7 +106,18 @@ def test_batches_are_new_in_each_step_and_tests_are_the_same_for_all_seeds():
 
 
 def test_attention_learns_to_recall_and_a_narrow_window_cannot(tmp_path):
-    common = dict(pairs="2,4", length=24, vocabulary=16, width=16, heads=1, batch=32, steps=150, evaluate_every=150)
+    common = dict(
+        pairs="2,4",
+        length=24,
+        vocabulary=16,
+        width=16,
+        heads=1,
+        batch=32,
+        steps=150,
+        evaluate_every=150,
+        lr=0.01,
+        warmup=50,
+    )
     _, exact = start(Config(**common), tmp_path, "exact", recall.EXPERIMENT)
     _, window = start(Config(**common | dict(method="window:4")), tmp_path, "window", recall.EXPERIMENT)
     assert exact["test"]["accuracy"] > 0.97
@@ -133,13 +145,13 @@ def test_a_comparison_plots_accuracy_against_the_state(tmp_path, capfd, monkeypa
 
 
 def test_variants_differ_in_the_state_and_not_in_parameters():
-    found = variants(Config())
+    found = variants(Config(**SMALL))
     totals = {build(config).about()["parameters"]["total"] for config in found.values()}
     states = {name: build(config).about()["state_bytes"] for name, config in found.items()}
     assert len(totals) == 1
     assert states["linear:elu 8 wide"] < states["linear:elu 16 wide"] < states["taylor:2 8 wide"] < states["exact"]
     assert "window:16,taylor:2" not in found
-    assert "window:16,taylor:2" in variants(Config(layers=2))
+    assert "window:16,taylor:2" in variants(Config(**SMALL, layers=2))
 
 
 def test_methods_of_one_kind_are_one_line():
@@ -176,4 +188,4 @@ def test_one_number_of_pairs_may_be_a_number(tmp_path):
 )
 def test_configs_that_make_no_sense_are_named(fields, message):
     with pytest.raises(UsageError, match=message):
-        Config(**fields)
+        Config(**SMALL | fields)
