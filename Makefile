@@ -20,7 +20,7 @@ KERNELS := $(wildcard src/subquad/native/src/*.cpp src/subquad/native/src/*.h)
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-10s %s\n", $$1, $$2}' Makefile
 
-demo: .venv/installed ## run the whole lab in a few minutes: plan, theory, four small models, HTML report
+demo: .venv/installed ## run the whole lab in a few minutes: plan, theory, small models, HTML report
 	@$(BIN)/subquad demo
 
 # The tests are small: two at a time with one thread each take half as long as one at a time with two threads.

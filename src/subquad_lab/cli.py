@@ -21,7 +21,7 @@ from subquad_lab.training.interruption import Interrupted
 
 
 def demo(out: str = "demo") -> None:
-    """Run the whole lab in a few minutes: plan, theory, four small models, and an HTML report.
+    """Run the whole lab in a few minutes: plan, theory, small models, and an HTML report.
 
     Rerun the same command to resume after an interruption; delete the folder to start over.
 

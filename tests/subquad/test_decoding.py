@@ -16,7 +16,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*weights can be negative")
 H, N, D = 2, 13, 4
 # Methods whose steps the kernels compute: the others have no native map, or one normalizer per feature.
 BY_KERNELS = {
-    "taylor1", "taylor2", "taylor3", "shifted", "positive", "scaled", "hyperbolic", "identity", "elu", "relu",
+    "taylor1", "taylor2", "taylor3", "shifted", "both sides", "queries", "positive", "scaled", "hyperbolic",
+    "balanced", "identity", "elu", "relu",
 }  # fmt: skip
 
 

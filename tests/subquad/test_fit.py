@@ -15,10 +15,12 @@ from calls import normal, normal_inputs
 from subquad import (
     Auto,
     Decoder,
+    Hybrid,
     Linear,
     MultiheadAttention,
     RandomFeatures,
     Taylor,
+    Window,
     attention,
     fit,
     fit_attention,
@@ -33,6 +35,7 @@ from subquad.planning.auto import _with_fitted
 from subquad.planning.rows import sampled_call
 
 HEADS = torch.tensor([[0.5, -0.25, 0.1, 0.3], [1.0, 2.0, -1.0, 0.0]])
+VECTORS = ("key_shift", "query_shift", "balance")
 BOTH = Taylor(2, key_shift=HEADS, query_shift=-HEADS)
 BALANCED = RandomFeatures(16, key_shift=HEADS, balance=HEADS.abs() + 0.5)
 
@@ -63,7 +66,7 @@ def test_each_head_has_its_own_coordinates_in_every_form(method, form) -> None:
     is_causal = form in ("chunked", "step")
     found = _in_form(method, form, q, k, v, is_causal)
     for head in range(4):
-        vectors = {name: getattr(method, name) for name in ("key_shift", "query_shift", "balance")}
+        vectors = {name: getattr(method, name) for name in VECTORS}
         own = replace(method, **{name: x[head // 2] for name, x in vectors.items() if x is not None})
         alone = _in_form(own, form, q[:, head : head + 1], k[:, head // 2, None], v[:, head // 2, None], is_causal)
         torch.testing.assert_close(found[:, head : head + 1], alone, rtol=1e-5, atol=1e-6)
@@ -136,6 +139,15 @@ def test_a_decoder_continues_in_the_same_coordinates(method) -> None:
     other = replace(method, key_shift=None)
     with pytest.raises(ValueError, match="state: expected one made by"):
         attention(*[x[:, :, :1] for x in rest], is_causal=True, method=other, state=state)
+
+
+def test_messages_and_modules_do_not_print_fitted_numbers() -> None:
+    q, k, v = normal_inputs(2, 2, n=4)
+    _, state = attention(q, k, v, is_causal=True, method=Taylor(2, key_shift=[1.0] * 4), return_state=True)
+    with pytest.raises(ValueError, match=r"by Taylor\(2\), keys centered, got .* the same with another key_shift$"):
+        attention(q, k, v, is_causal=True, method=Taylor(2, key_shift=[2.0] * 4), state=state)
+    layer = MultiheadAttention(8, 2, method=Taylor(2, key_shift=[1.0] * 4))
+    assert layer.extra_repr().endswith("method=Taylor(2), keys centered")
 
 
 def test_balancing_cannot_change_a_series_of_the_logits() -> None:
@@ -212,6 +224,29 @@ def test_a_fit_of_grouped_heads_has_one_vector_for_each_key_head() -> None:
     assert repr(found).startswith("Fit(Taylor(2), both sides centered, relative error on held-out rows ")
 
 
+@pytest.mark.parametrize("method", ["taylor", RandomFeatures(32)], ids=["taylor", "features"])
+def test_a_fit_to_masks_of_query_heads_has_one_vector_for_each_key_head(method) -> None:
+    q, k, v = offset_inputs(2, 4, n=64)
+    masks, grouped = torch.rand(2, 4, 1, 64, generator=torch.Generator().manual_seed(0)) < 0.7, dict(enable_gqa=True)
+    found = fit(method, q, k[:, ::2], v[:, ::2], attn_mask=masks, **grouped)
+    assert len(found.method.key_shift) == len(found.heads) == 2
+    output = attention(q, k[:, ::2], v[:, ::2], attn_mask=masks, method=found.method, **grouped)
+    twice = {name: [x[0]] * 2 + [x[1]] * 2 for name in VECTORS if (x := getattr(found.method, name)) is not None}
+    copied = (x[:, ::2].repeat_interleave(2, 1) for x in (k, v))
+    torch.testing.assert_close(output, attention(q, *copied, attn_mask=masks, method=replace(found.method, **twice)))
+
+
+def test_a_fitted_far_part_takes_masks_of_query_heads() -> None:
+    q, k, v = offset_inputs(1, 4, n=64)
+    masks = torch.rand(1, 4, 1, 64, generator=torch.Generator().manual_seed(0)) < 0.7
+    vectors = torch.randn(2, 16, generator=torch.Generator().manual_seed(1)) / 4
+    method, same = (Hybrid(Window(8), Taylor(2, key_shift=x)) for x in (vectors, vectors.repeat_interleave(2, 0)))
+    options = dict(attn_mask=masks, is_causal=True)
+    output = attention(q, k[:, ::2], v[:, ::2], enable_gqa=True, method=method, **options)
+    copied = (x[:, ::2].repeat_interleave(2, 1) for x in (k, v))
+    torch.testing.assert_close(output, attention(q, *copied, method=same, **options))
+
+
 def test_fit_says_what_it_cannot_do() -> None:
     q, k, v = normal_inputs(1, 2, n=20)
     with pytest.raises(ValueError, match="method: expected Taylor or RandomFeatures, which have something to fit"):
@@ -220,10 +255,16 @@ def test_fit_says_what_it_cannot_do() -> None:
         fit("taylor", q[:, :, :4], k, v)
     with pytest.raises(ValueError, match="key: expected finite numbers"):
         fit("taylor", q, k * math.nan, v)
+    with pytest.raises(ValueError, match=r"key_shift: .*, got a tensor of shape \(1, 2, 4\), numbers from 0 to 0$"):
+        Taylor(2, key_shift=torch.zeros(1, 2, 4))
+    with pytest.raises(ValueError, match=r"key_shift: .*, got rows of lengths \[2, 1\]$"):
+        Taylor(2, key_shift=((1.0, 2.0), (1.0,)))
     with pytest.raises(ValueError, match="balance: expected finite positive numbers"):
         RandomFeatures(8, balance=[1.0, 0.0])
     with pytest.raises(ValueError, match=r"query_shift: expected shape \(4,\) or \(2, 4\), got \(3,\)"):
         attention(q, k, v, method=Taylor(2, query_shift=[1.0, 2.0, 3.0]))
+    with pytest.raises(ValueError, match=r"key_shift: expected shape \(4,\) or \(2, 4\), got \(3, 4\)"):
+        fit(Taylor(2, key_shift=torch.ones(3, 4)), q, k, v)
 
 
 def test_plan_takes_fitted_candidates() -> None:
@@ -268,6 +309,39 @@ def test_a_module_keeps_its_fit_in_the_state_dict(method) -> None:
     assert torch.equal(model(x), fitted)
     assert model.layers[0].self_attn.method == fits["layers.0.self_attn"].method
     model.layers[0].self_attn.load_state_dict(nn.MultiheadAttention(16, 2).state_dict())  # torch's has no fit
+
+
+def test_a_module_keeps_all_digits_of_its_method_when_it_loads() -> None:
+    method = RandomFeatures(16, scale=-0.123456789, key_shift=[0.123456789] * 4)
+    layer = MultiheadAttention(8, 2, method=method)
+    layer.load_state_dict(layer.state_dict())
+    assert layer.method == method
+
+
+class Scaled(nn.Module):
+    """A learned map whose parameters have names of fields that `fit` sets in other methods."""
+
+    positive = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.balance = nn.Parameter(torch.ones(4)), 2.0
+
+    def size(self, width: int) -> int:
+        return width
+
+    def forward(self, x: Tensor, *, is_query: bool) -> Tensor:
+        return (x * self.scale).exp()
+
+
+def test_a_map_may_have_attributes_named_like_fitted_ones() -> None:
+    layer = MultiheadAttention(8, 2, method=Scaled())
+    assert layer.feature_scale is layer.balance is None
+    with torch.no_grad():
+        layer.method.scale *= 2
+    other = MultiheadAttention(8, 2, method=Scaled())
+    other.load_state_dict(layer.state_dict())
+    assert torch.equal(other.method.scale, layer.method.scale)
 
 
 def test_fit_attention_needs_something_to_fit() -> None:

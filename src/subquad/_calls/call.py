@@ -162,7 +162,7 @@ class Call(NamedTuple):
         group = self.layout.group
         key, value = (x.repeat_interleave(group, -3) for x in (self.key, self.value))
         return self._replace(
-            layout=replace(self.layout, key_heads=self.layout.key_heads * group, group=1),
+            layout=replace(self.layout, key_heads=self.layout.key_heads * group, group=1, copies=group),
             key=key,
             value=value,
             mask_kind="keys",

@@ -30,10 +30,16 @@ class Layout:
     width: int
     value_width: int
     device: torch.device
+    copies: int = 1  # of each key head, one after the other: one for each query head with a mask of its own
     rows: int = field(init=False)  # batches times key heads
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rows", prod(self.batch) * self.key_heads)
+
+    @property
+    def own_key_heads(self) -> int:
+        """The number of different key heads."""
+        return self.key_heads // self.copies
 
     def fold_query(self, query: Tensor) -> Tensor:
         """Return (b, g, n, d)."""

@@ -10,7 +10,7 @@ A sequence cut anywhere, and resumed from its state, gives the result of the who
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from threading import Lock
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from subquad._calls.layout import Layout
 from subquad._calls.sums import Sums, merge
 from subquad._torch_internals import register_container
-from subquad.methods import BUILT_IN, BlockSparse, Hedgehog, Hybrid
+from subquad.methods import BUILT_IN, BlockSparse, Hedgehog, Hybrid, label_of
 
 Rest = tuple[object, int, float, tuple[int, int] | None]  # what a state has besides tensors
 SCALE_TOLERANCE = 1e-6  # relative: one user writes 1 / sqrt(d), another d ** -0.5
@@ -220,7 +220,10 @@ def _check_mergeable(before: State, after: State) -> None:
 def check_method(state: State, method: Any) -> None:
     """Raise ValueError unless the state was made by this method, with the same projections."""
     if state.method is not method and state.method != method:
-        raise ValueError(f"state: expected one made by {method}, got one made by {state.method}")
+        expected, got = label_of(method), label_of(state.method)  # type: ignore[arg-type]
+        if expected == got:
+            got = f"the same with another {_difference(state.method, method)}"
+        raise ValueError(f"state: expected one made by {expected}, got one made by {got}")
     old, new = getattr(state.method, "matrix", None), getattr(method, "matrix", None)
     if (
         old is not new
@@ -264,3 +267,11 @@ def check_state(
     if found != expected or found_dtype != wanted_dtype:
         raise ValueError(f"state: expected {expected} in {wanted_dtype} for these inputs, got {found} in {found_dtype}")
     check_scale(state, scale)
+
+
+def _difference(one: Any, other: Any) -> str:
+    """Return the names of the fields in which methods with the same label differ."""
+    if not is_dataclass(one) or type(one) is not type(other):
+        return "map"
+    names = (each.name for each in fields(one) if each.compare)
+    return " and ".join(name for name in names if getattr(one, name) != getattr(other, name))

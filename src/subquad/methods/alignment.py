@@ -8,6 +8,7 @@ An approximation of exp is better where logits, or |q + k|, are small. `subquad.
 are constants, so nothing of the future enters a causal call. Each is (width,), or (key heads, width).
 """
 
+import reprlib
 from math import isfinite
 from typing import cast
 
@@ -29,7 +30,18 @@ def as_vectors(name: str, given: object, positive: bool = False) -> Vectors | No
         if regular and all(isinstance(x, int | float) and isfinite(x) and (x > 0 or not positive) for x in numbers):
             return tuple(rows) if flat else cast(Vectors, tuple(map(tuple, rows)))
     kind = "finite positive numbers" if positive else "finite numbers"
-    raise ValueError(f"{name}: expected {kind} of shape (width,) or (heads, width), got {given!r}")
+    raise ValueError(f"{name}: expected {kind} of shape (width,) or (heads, width), got {_summary(given)}")
+
+
+def _summary(given: object) -> str:
+    """Return what a message says about vectors that are wrong: not all of their numbers."""
+    if isinstance(given, Tensor):
+        least, most = (f"{float(x):g}" for x in given.aminmax()) if given.numel() else ("none", "none")
+        return f"a tensor of shape {tuple(given.shape)}, numbers from {least} to {most}"
+    lengths = [len(row) for row in given if isinstance(row, list | tuple)] if isinstance(given, list | tuple) else []
+    if len(set(lengths)) > 1:
+        return f"rows of lengths {reprlib.repr(lengths)}"
+    return reprlib.repr(given)
 
 
 def alignment_suffix(method: FeatureMethod) -> str:

@@ -11,13 +11,13 @@ method holds its vectors as plain numbers; the buffers save them, and `fitted_by
 
 from collections.abc import Mapping
 from copy import copy
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from subquad.methods import RandomFeatures, for_layer
+from subquad.methods import RandomFeatures, Taylor, for_layer
 from subquad.planning.coordinates import as_tuples
 
 # Buffers that hold what `fit` has found, and the fields of the methods.
@@ -50,8 +50,7 @@ def bind_method(module: nn.Module, method: Any, head_dim: int, heads: int = 1, l
     module.register_buffer("random_matrix", random_matrix(method, head_dim, like))
     device = None if like is None else like.device
     for name, field in FITTED.items():
-        given = getattr(method, field, None)
-        given = None if given in (0.0, "auto") else given
+        given = _fitted(method, field)
         module.register_buffer(name, None if given is None else torch.tensor(given, device=device))
 
 
@@ -67,11 +66,26 @@ def fitted_by(method: Any, saved: Mapping[str, Tensor], prefix: str = "") -> Any
     found: dict[str, Any] = {}
     for name, field in FITTED.items():
         vectors = saved.get(prefix + name)
-        if vectors is not None and hasattr(method, field):
-            rows = vectors.detach().double().cpu().reshape(-1, vectors.shape[-1] if vectors.dim() else 1)
-            numbers: Any = as_tuples(rows)
-            found[field] = numbers if vectors.dim() == 2 else numbers[0] if vectors.dim() else numbers[0][0]
+        if vectors is None or not _may_hold(method, field):
+            continue
+        own = _fitted(method, field)
+        if own is not None and torch.equal(torch.tensor(own, dtype=vectors.dtype), vectors.detach().cpu()):
+            continue  # The method itself has more digits.
+        rows = vectors.detach().double().cpu().reshape(-1, vectors.shape[-1] if vectors.dim() else 1)
+        numbers: Any = as_tuples(rows)
+        found[field] = numbers if vectors.dim() == 2 else numbers[0] if vectors.dim() else numbers[0][0]
     return replace(method, **found) if found else method
+
+
+def _may_hold(method: Any, field: str) -> bool:
+    """Return whether `fit` may set this field: an attribute of a user's map may have another one of the same name."""
+    return isinstance(method, Taylor | RandomFeatures) and field in {each.name for each in fields(method)}
+
+
+def _fitted(method: Any, field: str) -> Any:
+    """Return the numbers of a field that `fit` may set; None if there are none, or no more than the default says."""
+    given = getattr(method, field) if _may_hold(method, field) else None
+    return None if given in (0.0, "auto") else given
 
 
 def own_method(method: Any, head_dim: int, heads: int, like: Tensor | None = None, key_heads: int | None = None) -> Any:

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from subquad._engines import engine_of
 from subquad.attention import MethodLike, quiet_attention, redirect, resolve, warn_about
+from subquad.methods import label_of
 from subquad.nn.binding import FITTED, bind_method, bound_method, fitted_by, random_matrix
 from subquad.nn.masks import ShapeError, as_bias, check_mask, check_shape, factored, shown_keys, softmax_weights
 
@@ -281,7 +282,7 @@ class MultiheadAttention(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def extra_repr(self) -> str:
-        method = "" if isinstance(self.method, nn.Module) else f", method={self.method}"
+        method = "" if isinstance(self.method, nn.Module) else f", method={label_of(self.method)}"
         return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, dropout={self.dropout}{method}"
 
 

@@ -45,7 +45,7 @@ class Moments:
         k, keep = call.layout.fold_key(call.key)[:, keys].double(), call.keep()
         shown = torch.ones_like(k[..., :1]) if keep is None else keep[:, keys, None].double()
         k = torch.where(shown > 0, k, 0.0)
-        sums = torch.cat([k, k.square(), shown], -1).sum(1).unflatten(0, (-1, call.layout.key_heads)).sum(0)
+        sums = torch.cat([k, k.square(), shown], -1).sum(1).unflatten(0, by_head(call)).sum((0, 2))
         mean, square = (sums[:, :-1] / sums[:, -1:].clamp(min=1)).chunk(2, -1)
         return cls(*_of_queries(call, rows), mean.cpu(), (square - mean.square()).clamp(min=0).cpu(), call.logit_scale)
 
@@ -55,7 +55,7 @@ class Moments:
         k = call.layout.fold_key(call.key)
         squares = call._replace(value=call.layout.unfold(torch.cat([k, k.square()], -1)))
         seen = exact_rows(squares, picked_at(call, rows)).mean((1, 2))  # (b, 2 d)
-        mean, square = seen.unflatten(0, (-1, call.layout.key_heads)).mean(0).chunk(2, -1)
+        mean, square = seen.unflatten(0, by_head(call)).mean((0, 2)).chunk(2, -1)
         return cls(*_of_queries(call, rows), mean.cpu(), (square - mean.square()).clamp(min=0).cpu(), call.logit_scale)
 
     def balance(self) -> Tensor:
@@ -71,8 +71,13 @@ class Moments:
 
 def _of_queries(call: Call, rows: Tensor) -> tuple[Tensor, Tensor]:
     q = call.layout.fold_query(call.query)[:, :, rows].double()
-    q = q.unflatten(0, (-1, call.layout.key_heads)).transpose(0, 1).flatten(1, 3)  # (h, rows, d)
+    q = q.unflatten(0, by_head(call)).transpose(0, 1).flatten(1, 4)  # (h, rows, d)
     return q.mean(1).cpu(), q.var(1, correction=0).cpu()
+
+
+def by_head(call: Call) -> tuple[int, int, int]:
+    """Return how b consists of batches, key heads h, and copies of each of them."""
+    return -1, call.layout.own_key_heads, call.layout.copies
 
 
 def picked_at(call: Call, rows: Tensor) -> Picked:
@@ -120,8 +125,10 @@ def combined(method: Any, options: list[Coordinates], choice: list[int]) -> Any:
 
 def _own(method: Any, name: str, shape: torch.Size) -> Tensor:
     vectors = getattr(method, name)
-    given = NEUTRAL[name] if vectors is None else vectors
-    return torch.tensor(given, dtype=torch.float64).expand(shape)
+    own = torch.tensor(NEUTRAL[name] if vectors is None else vectors, dtype=torch.float64)
+    if own.dim() and own.shape not in (shape, shape[1:]):
+        raise ValueError(f"{name}: expected shape {tuple(shape[1:])} or {tuple(shape)}, got {tuple(own.shape)}")
+    return own.expand(shape)
 
 
 def scales(method: Any, moments: list[Moments]) -> list[float]:

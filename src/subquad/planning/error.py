@@ -29,7 +29,7 @@ def error(
         spread: The diameter of the values over the root mean square norm of the exact output's rows. With it Taylor's
             error is a bound; without, a prediction for values that do not depend on the logits, such as random ones.
         squared_norm: |q+k|^2 of a pair, scaled, for random features (|q-k|^2 for trigonometric ones); where pairs
-            differ, the largest weigh most. By default that of equal norms at right angles, whose logits could reach the
+            differ, the largest weigh most. It replaces the range for these methods. By default that of equal norms at right angles, whose logits could reach the
             range: where keys are much larger than queries, or the reverse, the error is larger too.
         head_dim: Width of queries and keys, for random features with a `scale` other than 0.
 

@@ -19,7 +19,7 @@ from subquad._calls.call import Call, check_tensors
 from subquad.methods import MethodLike, label_of, resolve
 from subquad.methods.checks import check_whole
 from subquad.methods.error_estimate import ErrorEstimate
-from subquad.planning.coordinates import Moments, combined, picked_at, scales, variants
+from subquad.planning.coordinates import Moments, by_head, combined, picked_at, scales, variants
 from subquad.planning.rows import exact_rows, method_rows, sampled_call, undisturbed
 
 MIN_FIT_ROWS = 8
@@ -131,7 +131,7 @@ class Rows:
         return [float(x) for x in found.reshape(-1)]
 
     def _by_head(self, rows: Tensor) -> Tensor:
-        squares: Tensor = rows.square().sum((1, 2, 3)).unflatten(0, (-1, self._call.layout.key_heads)).sum(0)
+        squares: Tensor = rows.square().sum((1, 2, 3)).unflatten(0, by_head(self._call)).sum((0, 2))
         return squares
 
 

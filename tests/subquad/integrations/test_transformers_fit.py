@@ -60,6 +60,15 @@ def test_a_layer_that_the_method_does_not_serve_keeps_what_it_needs() -> None:
     assert model.generate(long_inputs()["input_ids"], max_new_tokens=2, min_new_tokens=2).shape[1] > 2
 
 
+@pytest.mark.parametrize("method", ["window:8", "linear", "window:8+taylor:2"])
+def test_a_method_without_anything_to_fit_raises_and_leaves_the_model_as_it_was(method) -> None:
+    model = tiny("llama")
+    before = model.config._attn_implementation
+    with pytest.raises(ValueError, match=r"method: expected Taylor or RandomFeatures.*; replace_attention gives"):
+        fit_attention(model, method, **long_inputs())
+    assert model.config._attn_implementation == before and not hasattr(model.config, "subquad_methods")
+
+
 def test_a_method_for_each_layer() -> None:
     model = tiny("llama")
     report = replace_attention(model, {1: "taylor:4"})

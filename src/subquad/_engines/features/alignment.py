@@ -32,9 +32,7 @@ class Coordinates(NamedTuple):
     roots: tuple[float, float]
 
     @classmethod
-    def of(
-        cls, method: FeatureMethod, layout: Layout, scale: float, like: Tensor, heads: int | None = None
-    ) -> "Coordinates":
+    def of(cls, method: FeatureMethod, layout: Layout, scale: float, like: Tensor) -> "Coordinates":
         """Return those for the heads of a call.
 
         Args:
@@ -42,10 +40,9 @@ class Coordinates(NamedTuple):
             layout: The sizes of the call.
             scale: The factor of the logits.
             like: A tensor with the device of the call, and with its dtype or a narrower one.
-            heads: The key heads that the method has vectors for, if the layout repeats them for each query head.
         """
         named = dict(key_shift=method.key_shift, query_shift=method.query_shift, balance=method.balance)
-        shift, query_shift, balance = (_for_heads(name, x, layout, heads, like) for name, x in named.items())
+        shift, query_shift, balance = (_for_heads(name, x, layout, like) for name, x in named.items())
         return cls(shift, query_shift, balance, root_scales(scale))
 
     def __call__(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -73,21 +70,21 @@ class Coordinates(NamedTuple):
         return torch.stack(vectors, 1)
 
 
-def packed(method: FeatureMethod, layout: Layout, scale: float, like: Tensor, heads: int | None = None) -> Tensor:
+def packed(method: FeatureMethod, layout: Layout, scale: float, like: Tensor) -> Tensor:
     """Return `Coordinates.packed`, kept from one call to the next; arguments as for `Coordinates.of`."""
     if torch.compiler.is_compiling() or is_recorded() or not has_numbers(like):
-        return Coordinates.of(method, layout, scale, like, heads).packed(layout.width)
+        return Coordinates.of(method, layout, scale, like).packed(layout.width)
     own = replace(layout, batch=(), group=1, queries=1, keys=1, value_width=1)
-    return _kept(method.key_shift, method.query_shift, method.balance, own, scale, like.dtype, heads)
+    return _kept(method.key_shift, method.query_shift, method.balance, own, scale, like.dtype)
 
 
 @constant
 def _kept(
     key_shift: Vectors | None, query_shift: Vectors | None, balance: Vectors | None, layout: Layout, scale: float,
-    dtype: torch.dtype, heads: int | None,
+    dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
     named, like = dict(key_shift=key_shift, query_shift=query_shift, balance=balance), torch.empty(0, dtype=dtype)
-    vectors = (_for_heads(name, x, layout, heads, like.to(layout.device)) for name, x in named.items())
+    vectors = (_for_heads(name, x, layout, like.to(layout.device)) for name, x in named.items())
     return Coordinates(*vectors, root_scales(scale)).packed(layout.width)  # type: ignore[call-arg, arg-type]
 
 
@@ -98,21 +95,21 @@ def as_packed(packed: Tensor, is_tilted: bool, q: Tensor, k: Tensor) -> tuple[Te
     return q, torch.cat([k, (k * tilt).sum(-1, keepdim=True)], -1) if is_tilted else k
 
 
-def aligned(method: FeatureMethod, call: Call, heads: int | None = None) -> tuple[Tensor, Tensor]:
+def aligned(method: FeatureMethod, call: Call) -> tuple[Tensor, Tensor]:
     """Return the folded queries and keys of a call in the coordinates of the method; see `Coordinates`."""
     q, k, _ = call.folded()
-    return Coordinates.of(method, call.layout, call.logit_scale, k, heads)(q, k) if method.is_aligned else (q, k)
+    return Coordinates.of(method, call.layout, call.logit_scale, k)(q, k) if method.is_aligned else (q, k)
 
 
-def _for_heads(name: str, given: Vectors | None, layout: Layout, heads: int | None, like: Tensor) -> Tensor | None:
+def _for_heads(name: str, given: Vectors | None, layout: Layout, like: Tensor) -> Tensor | None:
     """Return (1, d) or (h, d): the vector of all heads, or of each."""
     if given is None:
         return None
     vector = torch.tensor(given, device=like.device, dtype=torch.promote_types(like.dtype, torch.float32))
-    heads, width = heads or layout.key_heads, layout.width
+    heads, width = layout.own_key_heads, layout.width
     if vector.shape not in ((width,), (heads, width)):
         raise ValueError(f"{name}: expected shape {(width,)} or {(heads, width)}, got {tuple(vector.shape)}")
-    return vector[None] if vector.dim() == 1 else vector.repeat_interleave(layout.key_heads // heads, 0)
+    return vector[None] if vector.dim() == 1 else vector.repeat_interleave(layout.copies, 0)
 
 
 def _for_rows(vector: Tensor, rows: int) -> Tensor:

@@ -32,7 +32,7 @@ from subquad.methods.method import FeatureMethod, feature_method
 def run(method: Any, call: Call, form: Form | None = None, chunk: int | None = None) -> Result:
     """Compute the call; tests may choose the form and the chunk."""
     features = feature_method(method)
-    heads, call = call.layout.key_heads, call.factored()
+    call = call.factored()
     # Features, sums and normalizers are never in half precision.
     wide: AbstractContextManager[Any] = nullcontext()
     if call.is_autocast:
@@ -51,15 +51,14 @@ def run(method: Any, call: Call, form: Form | None = None, chunk: int | None = N
         coordinates = None
         if features.is_aligned:
             if form == "fused" or is_step:  # The kernels do it where they read the tokens.
-                coordinates = packed(features, call.layout, call.logit_scale, k, heads)
+                coordinates = packed(features, call.layout, call.logit_scale, k)
             else:
-                q, k = Coordinates.of(features, call.layout, call.logit_scale, k, heads)(q, k)
+                q, k = Coordinates.of(features, call.layout, call.logit_scale, k)(q, k)
                 tokens = tokens._replace(q=q, k=k)
         if needs_features(features, form) and not has_open_size(call.layout.rows):
-            heads = (
-                call.layout.rows if call.is_stateful else 1
-            )  # Without a state, the sums of few heads exist at a time.
-            check_memory(features, call.layout.width, heads * (call.layout.value_width + 1))
+            # Without a state, the sums of few heads exist at a time.
+            held = call.layout.rows if call.is_stateful else 1
+            check_memory(features, call.layout.width, held * (call.layout.value_width + 1))
         kernel, q, k = kernel_of(
             features, tokens.q, tokens.k, call.logit_scale, call.is_normalized, pairs_alone=form == "dense"
         )

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from subquad.attention import MethodLike
 from subquad.integrations.transformers.layers import layers_of
 from subquad.integrations.transformers.replace import replace_attention
-from subquad.methods import KINDS, AnyMethod, Method
+from subquad.methods import KINDS, AnyMethod, Method, label_of
 from subquad.nn.recording import recorded
 from subquad.nn.report import Replacements
 
@@ -37,6 +37,9 @@ def fit_attention(
     Returns:
         The report of `replace_attention`, with the error of each layer before and after.
 
+    Raises:
+        ValueError: No layer gets a method that can be fitted, or the inputs do not reach one of them.
+
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
         >>> sizes = dict(num_hidden_layers=2, hidden_size=8, num_attention_heads=2, intermediate_size=8, vocab_size=9)
@@ -51,6 +54,12 @@ def fit_attention(
     with replace_attention(model, method, layers=layers) as trial:
         found = layers_of(model)
         chosen = {row.name: row for row in trial.layers if getattr(row.method, "coordinates", ())}
+        if not chosen:
+            served = ", ".join(sorted({label_of(row.method) for row in trial.layers if row.method is not None}))
+            raise ValueError(
+                "method: expected Taylor or RandomFeatures, which have something to fit, in at least one layer, got "
+                f"{served}; replace_attention gives layers a method without a fit"
+            )
         with torch.no_grad(), recorded({name: found[name] for name in chosen}) as calls:
             model(**inputs)
     missing = [name for name in chosen if name not in calls]
