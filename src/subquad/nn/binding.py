@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from subquad.methods import RandomFeatures, Taylor, for_layer
+from subquad.methods import Method, RandomFeatures, for_layer
 from subquad.planning.coordinates import as_tuples
 
 # Buffers that hold what `fit` has found, and the fields of the methods.
@@ -79,7 +79,8 @@ def fitted_by(method: Any, saved: Mapping[str, Tensor], prefix: str = "") -> Any
 
 def _may_hold(method: Any, field: str) -> bool:
     """Return whether `fit` may set this field: an attribute of a user's map may have another one of the same name."""
-    return isinstance(method, Taylor | RandomFeatures) and field in {each.name for each in fields(method)}
+    is_fitted = isinstance(method, Method) and method.coordinates
+    return bool(is_fitted) and field in {each.name for each in fields(method)}
 
 
 def _fitted(method: Any, field: str) -> Any:
