@@ -143,6 +143,7 @@ def test_a_killed_run_ends_as_an_undisturbed_one_and_differences_are_found(tmp_p
     place.mkdir()
     monkeypatch.setattr(kills, "STEPS", 12)
     monkeypatch.setattr(kills, "MAX_KILLS", 3)
+    monkeypatch.setattr(kills, "MAX_DELAY", 0.2)  # early, though other tests make the duration uncertain
     kills.prepare(shared, ["rnn"])
     counts = kills.killed(random.Random(0), "rnn", place, shared)
     assert counts["kills"] > 0
