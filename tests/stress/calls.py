@@ -203,7 +203,10 @@ def _check_gradients(drawn: Drawn, inputs: tuple[Tensor, ...], output: Tensor, f
     references = torch.autograd.grad((wanted.flatten() * counts).sum(), leaves, allow_unused=True)
     rows = max(1, output.shape[-2] if output.dim() > 1 else 1)
     natural = _natural(drawn, given, rows)
-    tolerance = GRADIENT_TOLERANCE[wide] + ROUNDINGS * torch.finfo(wide).eps * found.condition**2 + 8 * rounding
+    unit = ROUNDINGS * torch.finfo(wide).eps
+    # Activations of small numbers are small; their products do not have a largest weight of 1.
+    unit = unit / found.smallest_sum if isinstance(drawn.method, Linear) else unit
+    tolerance = GRADIENT_TOLERANCE[wide] + unit * found.condition**2 + 8 * rounding
     numbers = torch.finfo(drawn.query.dtype)
     smallest, largest = numbers.tiny * numbers.eps, numbers.max / 4
     if max((float(x.abs().max()) for x in references if x is not None and x.numel()), default=0.0) > largest:

@@ -22,7 +22,7 @@ from subquad import BlockSparse, Exact, Linear, Multipole, RandomFeatures, Separ
 
 LARGEST, SMALLEST = 1e30, 1e-30  # beyond these, float32 may overflow or underflow
 FAINT_EXPONENT = -60.0
-SMALLEST_SMOOTH = 1e-6  # Gradients of smaller sums are differences of numbers that are larger by their reciprocal.
+SMALLEST_SMOOTH = 1e-6  # Gradients of smaller sums are lost in rounding.
 
 
 class Weights(NamedTuple):
@@ -41,6 +41,7 @@ class Golden(NamedTuple):
     slack: Tensor  # (b, h, n, e)
     firm: Tensor  # (b, h, n)
     condition: float  # the largest sum of absolute terms relative to the sum of weights
+    smallest_sum: float  # of weights, at most 1: gradients have terms that are larger by its reciprocal
     is_smooth: bool  # every row can be differentiated: no sum of weights is so small that its square is 0
 
 
@@ -61,8 +62,10 @@ def golden(method: Any, q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: fl
         huge = found.faint | ~slack.isfinite().all(-1) if slack.shape[-1] else found.faint
         firm = ~(tiny | huge)
         condition = (absolute / divisor.abs())[firm].max().item() if bool(firm.any()) and w.numel() else 1.0
+        sums = total.abs()[firm & ~empty]
+        smallest_sum = min(1.0, sums.min().item()) if sums.numel() else 1.0
         is_smooth = bool((firm & (empty | (total.abs() > SMALLEST_SMOOTH))).all())
-    return Golden(output, slack, firm, max(1.0, condition), is_smooth)
+    return Golden(output, slack, firm, max(1.0, condition), smallest_sum, is_smooth)
 
 
 def weights(method: Any, q: Tensor, k: Tensor, scale: float, seen: Tensor) -> Weights:

@@ -10,6 +10,7 @@ from subquad._calls.call import Call
 from subquad._engines import run
 from subquad._engines.features import engine
 from subquad._engines.features.fused import fused_step
+from subquad._engines.features.kernel import Kernel
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*weights can be negative")
 
@@ -83,6 +84,20 @@ def test_without_kernels_the_steps_are_those_of_torch(name, kernel_steps, torch_
     joined, _, forms = decoded_whole(METHODS[name], inputs)
     assert forms[1:] == ["step"] * (N - 1) and not kernel_steps
     close(joined, whole)
+
+
+def test_without_kernels_a_plain_step_takes_few_operations(monkeypatch, torch_alone) -> None:
+    """Key, query and value share the map and the checks; with a mask, the general step computes them apart."""
+    general = []
+    step = Kernel.step
+    monkeypatch.setattr(Kernel, "step", lambda kernel, *rest: general.append(kernel) or step(kernel, *rest))
+    token = draw((1, H, 1, D), (1, H, 1, D), (1, H, 1, D))
+    _, state = attention(*token, is_causal=True, method="taylor", return_state=True)
+    attention(*token, is_causal=True, method="taylor", state=state)
+    assert not general
+    shown = torch.ones(1, 1, dtype=torch.bool)
+    attention(*token, is_causal=True, method="taylor", state=state, key_padding_mask=shown)
+    assert len(general) == 1
 
 
 @pytest.mark.skipif(not native.available(), reason="no kernels")

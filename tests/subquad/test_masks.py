@@ -104,6 +104,17 @@ def test_a_row_whose_keys_are_all_far_below_is_a_bias(name: str) -> None:
                 attention(q, k, v, given, method=ALL[name])
 
 
+def test_numbers_above_minus_ten_thousand_are_a_bias() -> None:
+    q, k, v = drawn()
+    mask = torch.zeros(N)
+    mask[1] = -1e4
+    expected = attention(q, k, v, method="taylor", key_padding_mask=(mask == 0).expand(2, N))
+    assert torch.equal(attention(q, k, v, mask, method="taylor"), expected)
+    mask[1] = -9999.5
+    with pytest.raises(ValueError, match="a bias"):
+        attention(q, k, v, mask, method="taylor")
+
+
 def test_a_mask_that_repeats_itself_is_read_once() -> None:
     causal = as_numbers(torch.ones(N, N, dtype=torch.bool).tril())
     assert unexpanded(causal.expand(2, 4, N, N)).shape == (1, 1, N, N)

@@ -383,6 +383,10 @@ def test_a_decoder_checks_its_tokens() -> None:
     wanted = attention(token[0][:1].expand(2, -1, -1, -1), *token[1:], is_causal=True, enable_gqa=True,
                        method=Window(6), state=state)  # fmt: skip
     close(shared, wanted, 1e-6)
+    shared = Decoder(state, enable_gqa=True)(*token[:2], token[2][:1])  # one value for both sequences
+    wanted = attention(*token[:2], token[2][:1].expand(2, -1, -1, -1), is_causal=True, enable_gqa=True,
+                       method=Window(6), state=state)  # fmt: skip
+    close(shared, wanted, 1e-6)
 
 
 def test_hidden_keys_get_no_gradient() -> None:

@@ -4,6 +4,8 @@ Features, sums and normalizers are never in half precision. A number that is not
 as poison, 0 or NaN, which is added to the rows that may see it: 0 * NaN would reach the other rows too.
 """
 
+from functools import reduce
+
 import torch
 from torch import Tensor
 
@@ -15,9 +17,9 @@ def widen(x: Tensor) -> Tensor:
     return x if x.dtype in (torch.float32, torch.float64) else x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def poison_of(x: Tensor) -> Tensor:
-    """Return NaN for each row (..., d) of x that is not finite, else 0."""
-    return (x.detach() * 0).sum(-1)
+def poison_of(*tensors: Tensor) -> Tensor:
+    """Return NaN for each row (..., d) that is not finite in one of the tensors, else 0."""
+    return reduce(torch.add, ((x.detach() * 0).sum(-1) for x in tensors))
 
 
 def cleaned(x: Tensor) -> Tensor:

@@ -141,7 +141,7 @@ def meet(q: Tensor, held: Slice, pattern: Pattern, scale: float) -> tuple[Tensor
         output, level, poison = torch.ops.subquad.sparse(q, held.k, held.v, None, *pattern, scale, None)
         return output, torch.where(level == torch.inf, NEVER, level), poison  # inf: no key is seen
     q, k, v = (widen(x) for x in (q, held.k, held.v))
-    key_poison, row_poison = poison_of(k) + poison_of(v), poison_of(q)
+    key_poison, row_poison = poison_of(k, v), poison_of(q)
     q, k, v = cleaned(q), cleaned(k), cleaned(v)
     found = []
     for rows in tiles(q.shape[2]):

@@ -58,7 +58,7 @@ def _in_chunks(kernel: Kernel, tokens: Tokens, before: Sums | None, is_causal: b
                    _grown(keep[..., None], missing, at_end)[..., 0], segments)  # fmt: skip
     own = _folded(whole, count)
     keys = ready_keys(kernel, *own[1:])
-    empty = kernel.empty(k, v)._replace(segment=None if segments is None else torch.full_like(segments[:, 0], -1))
+    empty = kernel.empty(k, v)._replace(segment=None if segments is None else segments.new_full(segments.shape[:1], -1))
     lefts, after = _beside(before or empty, absorb(kernel, keys), count)
     around = [lefts]
     if not is_causal:  # Earlier rows see later keys of their segment.

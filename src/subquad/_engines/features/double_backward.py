@@ -46,7 +46,10 @@ def twin_gradients(grad: Tensor, after_grad: Tensor | None, operands: Operands, 
         (own_q, own_k), scale = as_packed(coordinates, numbers.is_tilted, own_q, own_k), 1.0
     kernel, mapped_q, mapped_k = kernel_of(method, own_q, own_k, scale, numbers.is_normalized)
     tokens = Tokens(mapped_q, mapped_k, v, keep)
-    sums = None if before is None or poison is None else Sums(before.mT, poison, log_scale)
+    sums = None
+    if before is not None:
+        assert poison is not None  # They come together.
+        sums = Sums(before.mT, poison, log_scale)
     form: Form = "chunked" if numbers.is_causal else "linear"
     sizes = SIZES._replace(batch=q.shape[0], wave=CHUNK_TOKENS if numbers.is_causal else CHUNK_TOKENS**2)
     output, after = run_form(form, sizes, kernel, tokens, (sums, None), numbers.is_causal, after_grad is not None)

@@ -13,7 +13,7 @@ s chunks.
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, reduce
 from typing import Any, cast
 
 import torch
@@ -57,7 +57,7 @@ def run_form(
         sums = before
         if want_sums and q.shape[0] and m:
             sums = summed(kernel, k, v, keep, before, sizes.wave)
-        nothing = q[..., :0].sum(-1, keepdim=True) + k[..., :0].sum() + v[..., :0].sum()  # 0, with gradients
+        nothing = reduce(torch.add, (x[..., :0].sum() for x in (q, k, v)))  # 0, with gradients
         return nothing.to(q.dtype).expand(*q.shape[:3], v.shape[-1]), sums
     if m == 0:
         assert before is not None

@@ -75,7 +75,7 @@ def ready_keys(
 ) -> Keys:
     """Return keys and values that are wide, scaled and clean; with features if `mapped`."""
     k, v = widen(k) * kernel.root_scale[1], widen(v)
-    poison = poison_of(k) + poison_of(v)
+    poison = poison_of(k, v)
     if keep is None:
         k, v, shown = cleaned(k), cleaned(v), torch.ones_like(poison)
     else:

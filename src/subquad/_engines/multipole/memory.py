@@ -84,7 +84,7 @@ def rows_of(keys: Tensor) -> Tensor:
 
 def poison_of_keys(k: Tensor, v: Tensor, keep: Tensor | None) -> Tensor:
     """Return (b, m): NaN where a key or value is visible and not finite, else 0."""
-    poison = poison_of(k) + poison_of(v)
+    poison = poison_of(k, v)
     return poison if keep is None else torch.where(keep, poison, 0.0)
 
 

@@ -23,7 +23,7 @@ def attend_at_once(
     q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, softcap: float | None, sink_logits: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Return the output (b, g, n, e) and the level (b, g, n); arguments as for `attend_by_torch`."""
-    row_poison, key_poison = poison_of(q), poison_of(k) + poison_of(v)
+    row_poison, key_poison = poison_of(q), poison_of(k, v)
     q, k, v = cleaned(q), cleaned(k), cleaned(v)
     if not pattern.reach:
         seen = pattern.seen(slice(0, q.shape[2]), slice(0, k.shape[1]), *q.shape[:2])

@@ -29,7 +29,7 @@ def attend_by_torch(
         softcap: Soft-capping of the logits, or None.
         sink_logits: (b, g), or None.
     """
-    row_poison, key_poison = poison_of(q), poison_of(k) + poison_of(v)
+    row_poison, key_poison = poison_of(q), poison_of(k, v)
     q, k, v = cleaned(q), cleaned(k), cleaned(v)
     outputs, levels = [], []
     for start in range(0, q.shape[2], TILE_ROWS):
