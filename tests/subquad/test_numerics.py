@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from calls import METHODS, attended, by_causal_form, normal, normal_inputs, relative
-from subquad import Taylor, attention
+from subquad import RandomFeatures, Taylor, attention
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -114,3 +114,17 @@ def test_states_of_float64_inputs_are_float64():
     for method in METHODS.values():
         out, state = attended(method, *normal_inputs(2, n=5, dtype=torch.float64), return_state=True)
         assert out.dtype == state.sums.dtype == torch.float64
+
+
+@pytest.mark.filterwarnings("ignore:.*far outside its range")
+@pytest.mark.parametrize("kind", ["positive", "hyperbolic"])
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_gradients_of_huge_logits_are_shares(kind, is_causal):
+    """The two passes of the backward round the log-scales of keys differently, by 1e30 and more."""
+    for seed in range(10):
+        generator = torch.Generator().manual_seed(seed)
+        q, k, v = torch.randn(3, 1, 2, 40, 16, generator=generator)
+        q, k, v = q * 1e18, (k * 1e18).requires_grad_(), v.requires_grad_()
+        output = attention(q, k, v, is_causal=is_causal, method=RandomFeatures(34, kind))
+        of_key, of_value = torch.autograd.grad(output.sum(), (k, v))
+        assert of_key.isfinite().all() and float(of_value.abs().max()) <= 40.01  # shares of 40 queries

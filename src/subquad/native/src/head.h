@@ -9,8 +9,12 @@
 
 namespace subquad::SUBQUAD_ISA {
 
-// exp(scale - level); 0 if scale is -inf, the log-scale of no keys.
-template <class T> T raised(T scale, T level) { return scale == T(-INFINITY) ? T(0) : std::exp(scale - level); }
+// exp(scale - level), where level is the largest scale; 0 if scale is -inf, the log-scale of no keys. The passes of the
+// backward round scales differently: of huge ones, the difference may be far above 0.
+template <class T> T raised(T scale, T level) {
+  const T exponent = scale - level;
+  return scale == T(-INFINITY) ? T(0) : std::exp(exponent > 0 ? T(0) : exponent);
+}
 
 // One of the coordinates of head b: 0 and 1 for queries, 2 and 3 for keys, 4 the tilt; null if there are none.
 template <class T> const T* coordinate(const SubquadCall& call, Size b, Size which) {
