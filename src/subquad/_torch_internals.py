@@ -5,7 +5,7 @@ clear message; `tests/subquad/test_torch_internals.py` has a canary for each.
 """
 
 from collections.abc import Callable
-from functools import reduce
+from functools import reduce, wraps
 from typing import Any
 
 import torch
@@ -104,6 +104,19 @@ def outside_graph(function: Callable[..., Any], reason: str) -> Callable[..., An
         return function
     torch._dynamo.graph_break(msg=reason)
     return torch.compiler.disable(function)  # type: ignore[no-any-return]
+
+
+def never_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a function that `torch.compile` must not record, such as one that communicates.
+
+    This is what `torch.compiler.disable` does, which would import the whole compiler at once.
+    """
+
+    @wraps(function)
+    def call(*args: Any, **options: Any) -> Any:
+        return outside_graph(function, f"{function.__name__} communicates with other processes")(*args, **options)
+
+    return call
 
 
 def exponential(temporary: Tensor) -> Tensor:

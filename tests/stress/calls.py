@@ -249,4 +249,4 @@ def _check_twin(drawn: Drawn, output: Tensor) -> None:
         raise Failure("twins differ", f"by {float(error.max() / scale):.2g} of the largest number: {drawn}")
 
 
-PART = Part("calls", "calls", 0.2, 30.0, case)
+PART = Part("calls", "calls", 0.1, 30.0, case)

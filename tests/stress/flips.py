@@ -245,4 +245,4 @@ def _found(reader: Callable[[Path], Read], folder: Path, what: str) -> Read:
         raise Failure(failure.kind, f"{what}: {failure.detail}") from failure
 
 
-PART = Part("flips", "flips and cuts", 0.22, 60.0, case, prepare)
+PART = Part("flips", "flips and cuts", 0.42, 60.0, case, prepare)

@@ -191,4 +191,4 @@ def _timeless(path: Path) -> Any:
 
 COMPARED = ("metrics.jsonl", "result.json", "summary.json", "report.html")
 _IGNORED = re.compile(r"(^|/)(\.|events/|checkpoints/|journal\.log|locks/)")
-PART = Part("kills", "kills", 0.25, 400.0, case, prepare)
+PART = Part("kills", "kills", 0.15, 400.0, case, prepare)

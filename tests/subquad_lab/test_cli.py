@@ -28,6 +28,13 @@ def test_version_is_the_library_s():
     assert (done.returncode, done.stdout) == (0, f"subquad {subquad.__version__}\n")
 
 
+def test_commands_do_not_load_the_compiler_of_torch():
+    """It takes as long to import as torch itself."""
+    program = "import sys, subquad_lab.experiments, subquad.distributed; assert 'torch._dynamo' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_help_is_quick_and_does_not_load_torch():
     program = """
 import sys

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.parallel import DistributedDataParallel
 
-from subquad._torch_internals import in_backward
+from subquad._torch_internals import in_backward, never_compiled
 from subquad.attention import redirect, redirects
 from subquad.distributed.attention import attend
 from subquad.distributed.layouts import MIN_TOKENS, Arguments, Cut, Layout, layout_of
@@ -173,7 +173,7 @@ class SequenceParallel:
     def is_running(self) -> bool:
         return self._depth > 0 or in_backward()
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @never_compiled
     def attend(self, method: Any, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Any:
         """Compute a call of attention over the group."""
         self._attended += 1
@@ -225,7 +225,7 @@ class SequenceParallel:
             )
         return self._layout.finished(output, given, self.total)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @never_compiled
     def _split(self, arguments: Callable[[], Arguments]) -> tuple[Arguments, Arguments]:
         """Return the whole arguments, completed, and those of this rank's slice."""
         given, own, facts, problem = Arguments(), Arguments(), {}, None
@@ -298,7 +298,7 @@ class _Total(torch.autograd.Function):
         return grads[0] * ctx.factor, None, None
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@never_compiled
 def _total(loss: Tensor, peers: Peers, factor: int) -> Any:
     return _Total.apply(loss, peers, factor)  # type: ignore[no-untyped-call]
 
