@@ -54,8 +54,10 @@ class Moments:
         """Return moments in which a key counts by the attention that it gets from the queries at these places."""
         k = call.layout.fold_key(call.key)
         squares = call._replace(value=call.layout.unfold(torch.cat([k, k.square()], -1)))
-        seen = exact_rows(squares, picked_at(call, rows)).mean((1, 2))  # (b, 2 d)
-        mean, square = seen.unflatten(0, by_head(call)).mean((0, 2)).chunk(2, -1)
+        weights = row_weights(call, rows)[..., None]
+        seen = (exact_rows(squares, picked_at(call, rows)) * weights).mean(1)  # (b, p, 2 d)
+        seen, weights = (x.unflatten(0, by_head(call)).flatten(2, 3).sum((0, 2)) for x in (seen, weights[:, 0]))
+        mean, square = (seen / weights.clamp(min=1)).chunk(2, -1)
         return cls(*_of_queries(call, rows), mean.cpu(), (square - mean.square()).clamp(min=0).cpu(), call.logit_scale)
 
     def balance(self) -> Tensor:
@@ -71,8 +73,20 @@ class Moments:
 
 def _of_queries(call: Call, rows: Tensor) -> tuple[Tensor, Tensor]:
     q = call.layout.fold_query(call.query)[:, :, rows].double()
-    q = q.unflatten(0, by_head(call)).transpose(0, 1).flatten(1, 4)  # (h, rows, d)
-    return q.mean(1).cpu(), q.var(1, correction=0).cpu()
+    weights = row_weights(call, rows)[..., None].expand_as(q[..., :1])
+    q, weights = (x.unflatten(0, by_head(call)).transpose(0, 1).flatten(1, 4) for x in (q, weights))  # (h, rows, d)
+    count = weights.sum(1).clamp(min=1)
+    mean = (q * weights).sum(1) / count
+    variance = ((q - mean[:, None]).square() * weights).sum(1) / count
+    return mean.cpu(), variance.cpu()
+
+
+def row_weights(call: Call, rows: Tensor) -> Tensor:
+    """Return (b, 1, p), float64: 0 for queries that are padding, which are those of hidden keys in self-attention."""
+    n, m = call.layout.queries, call.layout.keys
+    if call.padding is None or n != m:
+        return torch.ones(call.layout.rows, 1, len(rows), dtype=torch.float64, device=rows.device)
+    return call.padding[:, None, rows].double()
 
 
 def by_head(call: Call) -> tuple[int, int, int]:
