@@ -113,15 +113,21 @@ def centered(method: Any, moments: Moments) -> Any:
 
 
 def variants(method: Any, moments: list[Moments]) -> list[Coordinates]:
-    """Return the coordinates that a head may have: those of the method itself, then others, the simplest first."""
+    """Return the coordinates that a head may have: those of the method itself, then others, the simplest first.
+
+    Args:
+        method: The method.
+        moments: The last are those in which a key counts by its attention.
+    """
     shape = moments[0].key.shape
     found = [{name: _own(method, name, shape) for name in method.coordinates}]
-    for own in moments:
-        found.append(dict(key_shift=own.key))
-        if "query_shift" in method.coordinates:
-            found.append(dict(key_shift=own.key, query_shift=own.query))
-            continue
+    if "query_shift" in method.coordinates:
+        for own in moments:
+            found += [dict(key_shift=own.key), dict(key_shift=own.key, query_shift=own.query)]
+    else:  # Keys that count equally gain nothing here; see docs/log.md.
+        own = moments[-1]
         balance = own.balance()
+        found.append(dict(key_shift=own.key))
         found.append(dict(key_shift=_shift(method, own, torch.ones_like(balance))))
         found.append(dict(key_shift=_shift(method, own, balance), balance=balance))
     neutral = {name: torch.full(shape, NEUTRAL[name], dtype=torch.float64) for name in method.coordinates}
