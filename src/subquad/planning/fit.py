@@ -7,8 +7,8 @@ sequence, and the errors of random features are averages over several draws:
 
     gain of a part = ln(error / error of the given method),    bound = mean gain + 2 standard errors over the parts
 
-The coordinates with the least bound win if it is below ln 0.9, for each query head that shares them. Only then are the
-errors of the report measured, on rows that neither step has seen.
+The coordinates with the least bound win if it is below ln 0.9. Query heads that share a key head share its coordinates,
+and are judged together. Only then are the errors of the report measured, on rows that neither step has seen.
 
 Axes: b batch and key heads, g query heads per key head, p rows, e value width, h key heads.
 """
@@ -116,13 +116,13 @@ def fit_call(method: Any, call: Call, rows: int = 512, seed: int = 0) -> Fit:
     fitted = _best(method, moments, Rows(call, chosen))
     report = Rows(call, held)
     before, after = report.squares(method), report.squares(fitted)
-    heads = zip(*(report.relative(x, (0, 2)).tolist() for x in (before, after)), strict=True)
-    old, new = (ErrorEstimate(float(report.relative(x, (0, 1, 2))), "sample") for x in (before, after))
+    heads = zip(*(report.relative(x, (0,)).tolist() for x in (before, after)), strict=True)
+    old, new = (ErrorEstimate(float(report.relative(x, (0, 1))), "sample") for x in (before, after))
     return Fit(fitted, old, new, tuple(heads))
 
 
 class Rows:
-    """Some rows of a call, and the squared errors of methods on them: (parts, h, g)."""
+    """Some rows of a call, and the squared errors of methods on them: (parts, h)."""
 
     def __init__(self, call: Call, rows: Tensor) -> None:
         self._call, self._picked = call, picked_at(call, rows)
@@ -143,15 +143,14 @@ class Rows:
         return found.clamp(SMALLEST, LARGEST)
 
     def relative(self, squares: Tensor, axes: tuple[int, ...]) -> Tensor:
-        """Return the relative error of all rows together along these axes of (parts, h, g)."""
+        """Return the relative error of all rows together along these axes of (parts, h)."""
         found, norms = (x.sum(axes) for x in (squares, self._norms))
         return torch.where(found == 0, 0.0, found / norms).sqrt()
 
     def _by_part(self, rows: Tensor) -> Tensor:
         squares = (rows * self._weights).square().sum(-1)  # (b, g, p)
         parts = torch.stack([part.sum(-1) for part in squares.tensor_split(min(PARTS, squares.shape[-1]), -1)])
-        parts = parts.unflatten(1, by_head(self._call))  # (parts, batches, h, copies, g)
-        found: Tensor = parts.flatten(0, 1).flatten(2, 3)
+        found: Tensor = parts.unflatten(1, by_head(self._call)).sum((3, 4)).flatten(0, 1)
         return found
 
 
@@ -175,11 +174,9 @@ def _best(method: Any, moments: list[Moments], rows: Rows) -> Any:
 
 
 def _bound(squares: Tensor, given: Tensor) -> Tensor:
-    """Return (h,): an upper bound on ln(error / error of the given method), of the worst query head per key head."""
-    gains, counted = (squares / given).log() / 2, given > SMALLEST  # (parts, h, g); padding has no error
+    """Return (h,): an upper bound on ln(error / error of the given method)."""
+    gains, counted = (squares / given).log() / 2, given > SMALLEST  # (parts, h); padding has no error
     count = counted.sum(0)
     mean = (gains * counted).sum(0) / count.clamp(min=1)
     spread = ((gains - mean) * counted).square().sum(0) / (count - 1).clamp(min=1)
-    bounds = mean + STANDARD_ERRORS * (spread / count.clamp(min=1)).sqrt()
-    found: Tensor = torch.where(count > 1, bounds, inf).amax(-1)
-    return found
+    return torch.where(count > 1, mean + STANDARD_ERRORS * (spread / count.clamp(min=1)).sqrt(), inf)
