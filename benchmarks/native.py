@@ -11,6 +11,7 @@ import argparse
 import platform
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -32,6 +33,8 @@ SHARES = [
 RIVALS = {
     "Taylor(2)": Taylor(2), "RandomFeatures(256)": RandomFeatures(256), "elu": Linear("elu"), "Separable": Separable(),
 }  # fmt: skip
+# heads, length, width, value width: of fitted methods against plain ones
+FITTED_SIZES = [(8, 4096, 64, 64), (8, 16384, 16, 64), (32, 1024, 16, 16)]
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384, 65536)
 CONTEXT = 32_768
 
@@ -129,6 +132,30 @@ def steps(rounds: float) -> list[dict[str, Any]]:
     return rows
 
 
+def with_vectors(method: Any, heads: int, width: int) -> Any:
+    """Return the method with coordinates for each head, as `subquad.fit` sets them."""
+    first, second = torch.randn(2, heads, width, generator=torch.Generator().manual_seed(1)).mul_(0.3).unbind()
+    if isinstance(method, Taylor):
+        return replace(method, key_shift=first, query_shift=second)
+    return replace(method, key_shift=first, balance=second.exp(), scale=-0.03)
+
+
+def fitted(rounds: float) -> list[dict[str, Any]]:
+    torch.set_num_threads(2)
+    rows = []
+    for method, (heads, length, width, values) in product((Taylor(2), RandomFeatures(256)), FITTED_SIZES):
+        tensors, grad = inputs(heads, length, width, values, grad=True), torch.randn(1, heads, length, values)
+        pair = {"plain": method, "fitted": with_vectors(method, heads, width)}
+        calls: dict[str, Callable[[], object]] = {}
+        for name, each in pair.items():
+            calls[name] = partial(forward, by(each), tensors)
+            calls[f"{name} both"] = partial(both, by(each), tensors, grad)
+        best = in_turn(calls, 5, rounds, 4 * rounds)
+        rows.append({"method": short(method), "heads": heads, "length": length, "width": width, **best})
+        print(rows[-1], flush=True)
+    return rows
+
+
 def two_threads(rounds: float) -> list[dict[str, Any]]:
     rows = []
     for heads, length, width in ((8, 8192, 64), (1, 65536, 64), (8, 8192, 16), (1, 65536, 16)):
@@ -187,6 +214,15 @@ def page(found: dict[str, Any], picture: str) -> str:
               f"{r['SDPA'] / r['step']:.0f}x |" for r in found["steps"]]  # fmt: skip
     lines += [
         "",
+        "## Fitted methods, causal, two threads: speed over that of the plain method",
+        "",
+        "| method | heads x length x width | forward | forward and backward |",
+        "|---|---|---:|---:|",
+    ]
+    lines += [f"| {r['method']} | {r['heads']} x {r['length']:,} x {r['width']} | {r['plain'] / r['fitted']:.2f} | "
+              f"{r['plain both'] / r['fitted both']:.2f} |" for r in found["fitted"]]  # fmt: skip
+    lines += [
+        "",
         "## Two threads against one, Taylor(2), values of width 64",
         "",
         "| heads x length x width | one | two | |",
@@ -208,6 +244,7 @@ def main() -> None:
         "shares": shares(rounds),
         "against SDPA": [against_sdpa(8, 64, rounds, longest), against_sdpa(32, 16, rounds, min(longest, 16384))],
         "steps": steps(rounds),
+        "fitted": fitted(rounds),
         "two threads": two_threads(rounds),
     }
     hardware = re.sub(r"\W+", "-", machine().split(",")[0] or platform.machine()).strip("-").lower()

@@ -7,6 +7,7 @@ from reference import METHODS
 from subquad import Exact, RandomFeatures, Separable, Taylor, Window, attention
 from subquad._calls.call import Call
 from subquad._engines import run
+from subquad.methods import label_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*weights can be negative")
 
@@ -84,7 +85,15 @@ def test_a_state_passes_through_a_transform() -> None:
     torch.testing.assert_close(state.sums, expected.sums)
 
 
-@pytest.mark.parametrize("method", [Taylor(2), RandomFeatures(8), Separable(), Window(5, sinks=2), Exact()], ids=str)
+FITTED = [
+    Taylor(2, key_shift=[[0.5, -0.25, 0.1, 0.0], [0.1, 0.2, 0.3, -0.4]], query_shift=[0.2, 0.1, -0.4, 0.3]),
+    RandomFeatures(8, scale=-0.05, key_shift=[0.5, -0.25, 0.1, 0.0], balance=[0.5, 2.0, 1.0, 3.0]),
+]
+
+
+@pytest.mark.parametrize(
+    "method", [Taylor(2), RandomFeatures(8), Separable(), Window(5, sinks=2), Exact(), *FITTED], ids=label_of
+)
 def test_compiles_as_one_graph(method) -> None:
     q, k, v = (x.detach().requires_grad_() for x in inputs(70))
     torch.compiler.reset()

@@ -54,8 +54,10 @@ class Moments:
         """Return moments in which a key counts by the attention that it gets from the queries at these places."""
         k = call.layout.fold_key(call.key)
         squares = call._replace(value=call.layout.unfold(torch.cat([k, k.square()], -1)))
-        seen = exact_rows(squares, picked_at(call, rows)).mean((1, 2))  # (b, 2 d)
-        mean, square = seen.unflatten(0, by_head(call)).mean((0, 2)).chunk(2, -1)
+        weights = row_weights(call, rows)[..., None]
+        seen = (exact_rows(squares, picked_at(call, rows)) * weights).mean(1)  # (b, p, 2 d)
+        seen, weights = (x.unflatten(0, by_head(call)).flatten(2, 3).sum((0, 2)) for x in (seen, weights[:, 0]))
+        mean, square = (seen / weights.clamp(min=1)).chunk(2, -1)
         return cls(*_of_queries(call, rows), mean.cpu(), (square - mean.square()).clamp(min=0).cpu(), call.logit_scale)
 
     def balance(self) -> Tensor:
@@ -71,8 +73,20 @@ class Moments:
 
 def _of_queries(call: Call, rows: Tensor) -> tuple[Tensor, Tensor]:
     q = call.layout.fold_query(call.query)[:, :, rows].double()
-    q = q.unflatten(0, by_head(call)).transpose(0, 1).flatten(1, 4)  # (h, rows, d)
-    return q.mean(1).cpu(), q.var(1, correction=0).cpu()
+    weights = row_weights(call, rows)[..., None].expand_as(q[..., :1])
+    q, weights = (x.unflatten(0, by_head(call)).transpose(0, 1).flatten(1, 4) for x in (q, weights))  # (h, rows, d)
+    count = weights.sum(1).clamp(min=1)
+    mean = (q * weights).sum(1) / count
+    variance = ((q - mean[:, None]).square() * weights).sum(1) / count
+    return mean.cpu(), variance.cpu()
+
+
+def row_weights(call: Call, rows: Tensor) -> Tensor:
+    """Return (b, 1, p), float64: 0 for queries that are padding, which are those of hidden keys in self-attention."""
+    n, m = call.layout.queries, call.layout.keys
+    if call.padding is None or n != m:
+        return torch.ones(call.layout.rows, 1, len(rows), dtype=torch.float64, device=rows.device)
+    return call.padding[:, None, rows].double()
 
 
 def by_head(call: Call) -> tuple[int, int, int]:
@@ -99,15 +113,21 @@ def centered(method: Any, moments: Moments) -> Any:
 
 
 def variants(method: Any, moments: list[Moments]) -> list[Coordinates]:
-    """Return the coordinates that a head may have: those of the method itself, then others, the simplest first."""
+    """Return the coordinates that a head may have: those of the method itself, then others, the simplest first.
+
+    Args:
+        method: The method.
+        moments: The last are those in which a key counts by its attention.
+    """
     shape = moments[0].key.shape
     found = [{name: _own(method, name, shape) for name in method.coordinates}]
-    for own in moments:
-        found.append(dict(key_shift=own.key))
-        if "query_shift" in method.coordinates:
-            found.append(dict(key_shift=own.key, query_shift=own.query))
-            continue
+    if "query_shift" in method.coordinates:
+        for own in moments:
+            found += [dict(key_shift=own.key), dict(key_shift=own.key, query_shift=own.query)]
+    else:  # Keys that count equally gain nothing here; see docs/log.md.
+        own = moments[-1]
         balance = own.balance()
+        found.append(dict(key_shift=own.key))
         found.append(dict(key_shift=_shift(method, own, torch.ones_like(balance))))
         found.append(dict(key_shift=_shift(method, own, balance), balance=balance))
     neutral = {name: torch.full(shape, NEUTRAL[name], dtype=torch.float64) for name in method.coordinates}

@@ -2,28 +2,37 @@
 
     moments of some rows -> coordinates for each head -> the best on other rows -> error on rows that were not used
 
-Every head takes what has the least error on the validation rows, and stays as it is if nothing helps. Only then are
-the errors of the report measured, on rows that neither step has seen.
+A head changes only if that is sure to help. The validation rows are divided into parts, each of consecutive rows of one
+sequence, and the errors of random features are averages over several draws:
+
+    gain of a part = ln(error / error of the given method),    bound = mean gain + 2 standard errors over the parts
+
+The coordinates with the least bound win if it is below ln 0.9. Query heads that share a key head share its coordinates,
+and are judged together. Only then are the errors of the report measured, on rows that neither step has seen.
 
 Axes: b batch and key heads, g query heads per key head, p rows, e value width, h key heads.
 """
 
 from dataclasses import dataclass, replace
-from math import inf
+from math import inf, log
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from subquad._calls.call import Call, check_tensors
-from subquad.methods import MethodLike, label_of, resolve
+from subquad.methods import MethodLike, RandomFeatures, label_of, resolve
 from subquad.methods.checks import check_whole
 from subquad.methods.error_estimate import ErrorEstimate
-from subquad.planning.coordinates import Moments, by_head, combined, picked_at, scales, variants
+from subquad.planning.coordinates import Moments, by_head, combined, picked_at, row_weights, scales, variants
 from subquad.planning.rows import exact_rows, method_rows, sampled_call, undisturbed
 
 MIN_FIT_ROWS = 8
-MIN_GAIN = 0.95  # of the error: less is no reason to change a head
+MIN_GAIN = 0.9  # factor of the error from which on a head changes
+STANDARD_ERRORS = 2.0  # by which the gain must be sure
+DRAWS = 4  # of random features: the error of one draw says little about the next text
+PARTS = 4  # of each sequence's rows
+SMALLEST, LARGEST = 1e-30, 1e30  # squared errors that have a logarithm
 
 
 @dataclass(frozen=True)
@@ -62,7 +71,7 @@ def fit(
         query, key: As for `attention`; a sample, of the length that the method is for.
         value: As for `attention`; the keys by default. Errors are those of the output.
         attn_mask, is_causal, scale, enable_gqa, key_padding_mask, segment_ids: As for `attention`.
-        rows: How many rows of each head to use: half for the moments, a quarter to choose, a quarter for the report.
+        rows: How many rows of each head to use: a quarter for the moments, half to choose, a quarter for the report.
         seed: Seed for drawing rows.
 
     Returns:
@@ -101,53 +110,73 @@ def fit_call(method: Any, call: Call, rows: int = 512, seed: int = 0) -> Fit:
         raise ValueError(f"query: expected at least {MIN_FIT_ROWS} rows to fit a method, got {n}")
     generator = torch.Generator().manual_seed(seed)
     order = torch.randperm(n, generator=generator).to(call.query.device)[:rows]
-    own, chosen, held = (x.sort().values for x in order.tensor_split([len(order) // 2, 3 * len(order) // 4]))
+    own, chosen, held = (x.sort().values for x in order.tensor_split([len(order) // 4, 3 * len(order) // 4]))
     keys = torch.randperm(m, generator=generator).to(call.key.device)[: max(1, m // 2)]
     moments = [Moments.of(call, own, keys), Moments.by_attention(call, own)]
     fitted = _best(method, moments, Rows(call, chosen))
     report = Rows(call, held)
     before, after = report.squares(method), report.squares(fitted)
-    pairs = zip(report.relative(before), report.relative(after), strict=True)
-    old, new = (ErrorEstimate(report.relative(x.sum())[0], "sample") for x in (before, after))
-    return Fit(fitted, old, new, tuple(pairs))
+    heads = zip(*(report.relative(x, (0,)).tolist() for x in (before, after)), strict=True)
+    old, new = (ErrorEstimate(float(report.relative(x, (0, 1))), "sample") for x in (before, after))
+    return Fit(fitted, old, new, tuple(heads))
 
 
 class Rows:
-    """Some rows of a call, and the squared errors of methods on them, (h,)."""
+    """Some rows of a call, and the squared errors of methods on them: (parts, h)."""
 
     def __init__(self, call: Call, rows: Tensor) -> None:
         self._call, self._picked = call, picked_at(call, rows)
+        self._weights = row_weights(call, rows)[..., None]
         self._exact = exact_rows(call, self._picked)
-        self._norms = self._by_head(self._exact)
+        self._norms = self._by_part(self._exact)
 
     def squares(self, method: Any) -> Tensor:
-        found = self._by_head(method_rows(method, self._call, self._picked) - self._exact)
+        found = self._by_part(method_rows(method, self._call, self._picked) - self._exact)
         return found.nan_to_num(nan=inf)  # Weights of an odd series can add up to 0.
 
-    def relative(self, squares: Tensor) -> list[float]:
-        """Return the relative error of each head; of all heads, if their squares were added up."""
-        norms = self._norms if squares.dim() else self._norms.sum()
-        found = torch.where(squares == 0, 0.0, squares / norms).sqrt()
-        return [float(x) for x in found.reshape(-1)]
+    def average(self, method: Any) -> Tensor:
+        """Return the mean of the squared errors over several draws of a random method, or those of another one."""
+        draws = [method]
+        if isinstance(method, RandomFeatures):
+            draws += [method.redraw(method.seed + place) for place in range(1, DRAWS)]
+        found: Tensor = torch.stack([self.squares(each) for each in draws]).mean(0)
+        return found.clamp(SMALLEST, LARGEST)
 
-    def _by_head(self, rows: Tensor) -> Tensor:
-        squares: Tensor = rows.square().sum((1, 2, 3)).unflatten(0, by_head(self._call)).sum((0, 2))
-        return squares
+    def relative(self, squares: Tensor, axes: tuple[int, ...]) -> Tensor:
+        """Return the relative error of all rows together along these axes of (parts, h)."""
+        found, norms = (x.sum(axes) for x in (squares, self._norms))
+        return torch.where(found == 0, 0.0, found / norms).sqrt()
+
+    def _by_part(self, rows: Tensor) -> Tensor:
+        squares = (rows * self._weights).square().sum(-1)  # (b, g, p)
+        parts = torch.stack([part.sum(-1) for part in squares.tensor_split(min(PARTS, squares.shape[-1]), -1)])
+        found: Tensor = parts.unflatten(1, by_head(self._call)).sum((3, 4)).flatten(0, 1)
+        return found
 
 
 def _best(method: Any, moments: list[Moments], rows: Rows) -> Any:
     """Return the method with the least error on the rows: coordinates head by head, then one scale for all heads."""
     options, heads = variants(method, moments), moments[0].key.shape[0]
-    tried = [method, *(combined(method, options, [place] * heads) for place in range(1, len(options)))]
-    errors = torch.stack([rows.squares(each) for each in tried])  # (options, h)
-    errors[1:] /= MIN_GAIN**2
-    choice = errors.argmin(0)
+    given = rows.average(method)
+    tried = (combined(method, options, [place] * heads) for place in range(1, len(options)))
+    bounds = torch.stack([_bound(rows.average(each), given) for each in tried])  # (options - 1, h)
+    least, choice = bounds.min(0)
+    choice = torch.where(least < log(MIN_GAIN), choice + 1, 0)
     found = combined(method, options, choice.tolist()) if bool(choice.any()) else method
-    least = rows.squares(found)
+    errors = rows.average(found)
     for scale in scales(method, moments):
         scaled = replace(found, scale=scale)
-        squares = rows.squares(scaled)
-        is_better = bool(squares.sum() < least.sum() * MIN_GAIN**2)
-        if is_better and bool((squares.log() - least.log()).mean() < 0):  # also in a typical head
-            found, least = scaled, squares
+        own = rows.average(scaled)
+        # All heads have the same scale, so none of them may lose by it, and it must be worth it in a typical one.
+        if bool((_bound(own, given) < log(MIN_GAIN)).all()) and bool(_bound(own, errors).mean() < log(MIN_GAIN)):
+            found, errors = scaled, own
     return found
+
+
+def _bound(squares: Tensor, given: Tensor) -> Tensor:
+    """Return (h,): an upper bound on ln(error / error of the given method)."""
+    gains, counted = (squares / given).log() / 2, given > SMALLEST  # (parts, h); padding has no error
+    count = counted.sum(0)
+    mean = (gains * counted).sum(0) / count.clamp(min=1)
+    spread = ((gains - mean) * counted).square().sum(0) / (count - 1).clamp(min=1)
+    return torch.where(count > 1, mean + STANDARD_ERRORS * (spread / count.clamp(min=1)).sqrt(), inf)

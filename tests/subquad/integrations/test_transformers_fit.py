@@ -52,6 +52,20 @@ def test_a_fit_survives_saving_and_loading(name, method, tmp_path) -> None:
 
 
 @torch.no_grad()
+def test_saving_keeps_a_matrix_that_was_given(tmp_path) -> None:
+    model, given = tiny("llama"), dict(input_ids=ids())
+    width = model.config.hidden_size // model.config.num_attention_heads
+    matrix = torch.randn(32, width, generator=torch.Generator().manual_seed(7))
+    fit_attention(model, RandomFeatures(32, matrix=matrix), **given)
+    fitted = model(**given).logits
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path).eval()
+    restore_attention(loaded)
+    assert torch.equal(methods_in(loaded)[0].matrix.float(), matrix)
+    torch.testing.assert_close(loaded(**given).logits, fitted)
+
+
+@torch.no_grad()
 def test_a_layer_that_the_method_does_not_serve_keeps_what_it_needs() -> None:
     model = tiny("qwen2")  # Two of three layers have a sliding window.
     report = fit_attention(model, "taylor", **long_inputs())

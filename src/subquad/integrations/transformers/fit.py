@@ -8,6 +8,7 @@ from dataclasses import fields, replace
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from subquad.attention import MethodLike
@@ -108,13 +109,17 @@ def _put(model: PreTrainedModel, report: Replacements, methods: dict[str, Any]) 
 
 
 def _as_json(method: Any) -> dict[str, Any]:
-    named = {field.name: getattr(method, field.name) for field in fields(method) if field.compare}
-    return {"method": method.name} | {name: value for name, value in named.items() if value is not None}
+    named = {field.name: getattr(method, field.name) for field in fields(method)}
+    numbers = {name: value.tolist() if isinstance(value, Tensor) else value for name, value in named.items()}
+    return {"method": method.name} | {name: value for name, value in numbers.items() if value is not None}
 
 
 def _from_json(spec: dict[str, Any]) -> AnyMethod:
     kind: Any = KINDS.get(spec.get("method", ""))
     if kind is None or not issubclass(kind, Method):
         raise ValueError(f"config: expected the name of a method in subquad_methods, got {spec.get('method')!r}")
-    found: AnyMethod = kind(**{name: value for name, value in spec.items() if name != "method"})
+    named = {name: value for name, value in spec.items() if name != "method"}
+    if "matrix" in named:
+        named["matrix"] = torch.tensor(named["matrix"], dtype=torch.float64)
+    found: AnyMethod = kind(**named)
     return found

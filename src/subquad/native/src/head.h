@@ -26,23 +26,54 @@ template <class T> const T* coordinate(const SubquadCall& call, Size b, Size whi
 template <class T> void align(const SubquadCall& call, Size b, Size which, T* rows, Size row, Size count) {
   if (!call.coordinates) return;
   const T *factor = coordinate<T>(call, b, which), *offset = coordinate<T>(call, b, which + 1);
+  const bool tilted = which == 2 && call.tilted;
+  const T* tilt = coordinate<T>(call, b, 4);  // its product with a key is the log-scale
   const Size width = call.query_width;
-  for (Size t = 0; t < count; ++t)
-    for (Size i = 0; i < width; ++i) rows[t * row + i] = rows[t * row + i] * factor[i] + offset[i];
-  if (which == 0 || !call.tilted) return;
-  const T* tilt = coordinate<T>(call, b, 4);
   for (Size t = 0; t < count; ++t) {
-    const T* x = rows + t * row;
+    T* x = rows + t * row;
     vec<T> sums{};
     Size i = 0;
-    for (; i + lanes<T> <= width; i += lanes<T>) sums += load(x + i) * load(tilt + i);
-    T total = sum<T>(sums);
-    for (; i < width; ++i) total += x[i] * tilt[i];
-    rows[t * row + width] = total;
+    for (; i + lanes<T> <= width; i += lanes<T>) {
+      const vec<T> moved = load(x + i) * load(factor + i) + load(offset + i);
+      store(x + i, moved);
+      sums += moved * load(tilt + i);
+    }
+    T total = tilted ? sum<T>(sums) : T(0);
+    for (; i < width; ++i) {
+      x[i] = x[i] * factor[i] + offset[i];
+      total += x[i] * tilt[i];
+    }
+    if (tilted) x[width] = total;
   }
 }
 
-template <class T> vec<T> not_above_zero(vec<T> x) { return x > 0 ? vec<T>{} : x; }
+template <class T> vec<T> not_above(vec<T> x, T limit) { return x > limit ? all(limit) : x; }
+
+constexpr float MAX_RISE = 20;  // of the tops of a block, up to which exp(c - top) is a product of two factors
+
+// exp(c - top) of the keys and rows of a causal block without an exponential for every pair: c is the log-scale of a
+// key, top the largest one that a row sees. Rows far from the first one have `below` 0, and exponentials of their own.
+// Which way a row is computed depends on the first row and on its own top, never on later keys.
+template <class T> struct PairFactors {
+  Buffer<T> above, below;  // exp(c - first top), exp(first top - top)
+
+  explicit PairFactors(Size count) : above(count), below(count) {}
+
+  void find(const T* key_scale, const T* top, Size count) {
+    for (Size t = 0; t < count; t += lanes<T>) {
+      const vec<T> rise = load(top + t) - top[0];
+      store(above + t, exp(not_above<T>(load(key_scale + t) - top[0], T(MAX_RISE))));
+      store(below + t, rise > MAX_RISE || rise < -MAX_RISE ? vec<T>{} : exp(-rise));
+    }
+  }
+
+  // Of a key and several rows, or of several keys and a row; meaningless where the row does not see the key.
+  static vec<T> of(vec<T> key_scale, vec<T> above, vec<T> top, vec<T> below) {
+    const mask<T> far = below == 0;
+    if (!lanes_of<T>(far)) return above * below;
+    return far ? exp(not_above<T>(key_scale - top, T(0))) : above * below;
+  }
+};
 
 template <class T> struct Head {
   const SubquadCall& call;

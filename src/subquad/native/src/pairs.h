@@ -30,7 +30,7 @@ template <class T> class Pairs {
         weights(BLOCK_TOKENS * BLOCK_TOKENS), slopes(BLOCK_TOKENS * BLOCK_TOKENS),
         logged(call.key_width > call.query_width || call.tilted), key_scale(logged ? call.keys + BLOCK_TOKENS : 0),
         near(logged ? call.keys + BLOCK_TOKENS : 0), block_top(logged ? call.keys / BLOCK_TOKENS + 1 : 0),
-        top(logged ? call.queries + BLOCK_TOKENS : 0), far(logged ? BLOCK_TOKENS : 0) {}
+        top(logged ? call.queries + BLOCK_TOKENS : 0), far(logged ? BLOCK_TOKENS : 0), within_block(BLOCK_TOKENS) {}
 
   // Consecutive blocks of queries go to different parts, because later blocks see more keys.
   void forward(Size b, Size part, Size parts) {
@@ -116,6 +116,7 @@ template <class T> class Pairs {
   const bool logged;                       // whether the log-scale of a key is its last column
   Buffer<T> key_scale, near;               // of all keys: c, and exp(c - block_top)
   Buffer<T> block_top, top, far;  // largest c of a block of keys, and of a row; exp(block_top - top) of 64 rows
+  PairFactors<T> within_block;    // of the pairs inside a causal block
 
   void read_keys(Size b) {
     head.read_keys(b, 0, call.keys, keys, values, key_poison);
@@ -139,7 +140,7 @@ template <class T> class Pairs {
   void find_far(Size first, Size key) {
     const T most = block_top[key / BLOCK_TOKENS];
     for (Size t = 0; t < BLOCK_TOKENS; t += lanes<T>)
-      store(far + t, most == T(-INFINITY) ? vec<T>{} : exp(not_above_zero<T>(most - load(top + first + t))));
+      store(far + t, most == T(-INFINITY) ? vec<T>{} : exp(not_above<T>(most - load(top + first + t), T(0))));
   }
 
   void put_columns(const T* from, Size row, Size count, Size width, T* to) const {
@@ -151,6 +152,7 @@ template <class T> class Pairs {
   // begin at `query` and the keys at `key`. Within a causal block a query sees the keys up to its own position.
   template <bool with_slopes, bool reversed = false> void meet(const T* others, Size count, Size query, Size key) {
     const bool within = call.causal && query == key;
+    if (logged && within) within_block.find(key_scale + key, top + query, BLOCK_TOKENS);
     if (logged && !within) find_far(query, key);
     set_product<T>(count, BLOCK_TOKENS, call.query_width, {others, token_row, 1}, columns, BLOCK_TOKENS, weights,
                    BLOCK_TOKENS);
@@ -177,8 +179,9 @@ template <class T> class Pairs {
   // exp(c - top) of pairs: a query and several keys if `reversed`, else a key and several queries.
   template <bool reversed> vec<T> factors(bool within, Size i, Size t, Size query, Size key) const {
     if (!within) return reversed ? load(near + key + t) * far[i] : load(far + t) * near[key + i];
-    const vec<T> x = reversed ? load(key_scale + key + t) - top[query + i] : key_scale[key + i] - load(top + query + t);
-    return exp(not_above_zero<T>(x));  // Above 0 are only pairs that are hidden.
+    const T *above = within_block.above, *below = within_block.below, *tops = top + query, *scales = key_scale + key;
+    if (reversed) return within_block.of(load(scales + t), load(above + t), all(tops[i]), all(below[i]));
+    return within_block.of(all(scales[i]), all(above[i]), load(tops + t), load(below + t));
   }
 
   void descend(const T* others, const T* of_others, Size count) {

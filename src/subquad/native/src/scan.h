@@ -38,7 +38,7 @@ template <class T> class Scan {
         values(c * value_row), value_columns(rows * c), grads(c * value_row), grad_columns(rows * c),
         faded(c * value_row), faded_columns(rows * c), answers(rows * c), total(end_part - part > 1 ? rows * c : 0),
         weights(c * c), slopes(differentiated ? c * c : 0), query_poison(c), key_poison(c), key_scale(c), top(c),
-        fade(c) {}
+        fade(c), near(c) {}
 
   // Write outputs (g, n, e) and normalizers (g, n). If this is not all parts, write the unnormalized sums of both to
   // `share` (g, n, e + 1) instead.
@@ -107,6 +107,7 @@ template <class T> class Scan {
   Buffer<T> weights, slopes;           // (c, c): source tokens by reader tokens
   Buffer<T> query_poison, key_poison;  // 0 or NaN
   Buffer<T> key_scale, top, fade;      // c of the keys; the largest c each row sees; exp(level - top)
+  PairFactors<T> near;                 // of the pairs inside a chunk
   bool nothing = true;                 // whether no token has been added to the sums
   T level = 0, seen_poison = 0;
   Size query_count = 0, key_count = 0;  // valid tokens of the chunk; the rest are zeros
@@ -161,8 +162,7 @@ template <class T> class Scan {
       const Size first = i * s.tokens;
       take_keys_as_reader(b, first);
       const T before = call.causal ? levels[i] : level, after = call.causal ? levels[i + 1] : level;
-      if (s.scaled)
-        for (Size t = 0; t < c; ++t) fade[t] = raised(key_scale[t], after);
+      find_fade(key_scale, after);
       reader.forget();
       descend(times_columns(value_columns, fade, faded_columns));
       answer(first_panel, end_panel);
@@ -267,7 +267,7 @@ template <class T> class Scan {
     if (needed) times_sums(raised(level, raised_level));
     level = raised_level;
     if (!needed) return;
-    for (Size t = 0; t < c; ++t) fade[t] = raised(key_scale[t], level);
+    find_fade(key_scale, level);
     absorb(times_rows(values, fade));
   }
 
@@ -307,7 +307,17 @@ template <class T> class Scan {
     for (Size t = 0; t < c; ++t) {
       if (call.causal) highest = std::max(highest, key_scale[t]);
       top[t] = highest == T(-INFINITY) ? T(0) : highest;
-      fade[t] = raised(level, top[t]);
+    }
+    for (Size t = 0; t < c; t += lanes<T>)
+      store(fade + t, level == T(-INFINITY) ? vec<T>{} : exp(level - load(top + t)));
+    if (call.causal) near.find(key_scale, top, c);
+  }
+
+  // exp(scale - level) of the chunk's keys; 0 for hidden ones.
+  void find_fade(const T* scales, T level) {
+    for (Size t = 0; s.scaled && t < c; t += lanes<T>) {
+      const vec<T> scale = load(scales + t);
+      store(fade + t, scale == T(-INFINITY) ? vec<T>{} : exp(scale - level));
     }
   }
 
@@ -334,7 +344,7 @@ template <class T> class Scan {
     for (Size k = 0; k < key_count; ++k)
       for (Size t = 0; t < c; t += lanes<T>) {
         vec<T> factor = all(T(1));
-        if (s.scaled) factor = exp(not_above_zero<T>(key_scale[k] - load(top + t)));
+        if (s.scaled) factor = near.of(all(key_scale[k]), all(near.above[k]), load(top + t), load(near.below + t));
         weigh<with_slopes>(k * c + t, factor, places<T>(t) >= places<T>(k, 0));
       }
   }
@@ -345,7 +355,7 @@ template <class T> class Scan {
     for (Size q = 0; q < query_count; ++q)
       for (Size t = 0; t < c; t += lanes<T>) {
         vec<T> factor = all(T(1));
-        if (s.scaled) factor = exp(not_above_zero<T>(load(key_scale + t) - top[q]));
+        if (s.scaled) factor = near.of(load(key_scale + t), load(near.above + t), all(top[q]), all(near.below[q]));
         weigh<true>(q * c + t, factor, places<T>(t) <= places<T>(q, 0));
       }
   }
