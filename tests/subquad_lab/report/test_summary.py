@@ -34,7 +34,7 @@ def test_an_unfinished_experiment_says_so():
 
 def test_the_interval_over_seeds_is_in_the_sentence():
     found = summary.measured(section(5.0, test="6.1 +- 0.3", seeds=3))
-    assert "6.1 +- 0.3 (mean over 3 seeds)" in found.text and found.number == "6.1"
+    assert "6.1 +- 0.3 (mean over 3 seeds, 95 % confidence)" in found.text and found.number == "6.1"
 
 
 def claim(verdict, *mistakes):
