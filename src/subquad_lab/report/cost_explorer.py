@@ -4,7 +4,9 @@ Python uses this module for the table of a page without scripts, and `cost_data`
 uses of the library, for the page itself.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -25,8 +27,10 @@ from subquad import (
     optimal_scale,
 )
 from subquad.methods import label_of
-from subquad.planning import Calibration, Shape, Situation, best_of, candidates_in, cost_of, planned
+from subquad.planning import Calibration, Shape, Situation, best_of, candidates_in, cost_of, find_crossover, planned
+from subquad.planning.text import rounded
 
+MAX_LENGTH = 1 << 24
 SINKS = 4  # first keys that the window keeps, as the planner's do
 
 
@@ -97,9 +101,15 @@ def error_of(method: Any, settings: Settings) -> ErrorEstimate:
     return error(method, logit_range=settings.logit_range, head_dim=settings.width)
 
 
-def curves_by_length(settings: Settings, machine: Calibration, lengths: list[int]) -> list[list[Measures]]:
-    """Return the measures at each length."""
-    return [measures_at(replace(settings, length=length), machine) for length in lengths]
+def faster_from(settings: Settings, machine: Calibration) -> list[int | None]:
+    """Return the length from which each method is faster than exact attention, to two digits; None if there is none."""
+
+    def seconds(method: Any) -> Callable[[int], float]:
+        return lambda length: machine.seconds(method, replace(shape, query_length=length, key_length=length))
+
+    exact, *others = methods_at(settings)
+    shape, exact_seconds = shape_at(settings), cache(seconds(exact))
+    return [None, *(rounded(find_crossover(exact_seconds, seconds(other), MAX_LENGTH)) for other in others)]
 
 
 def errors_by_range(settings: Settings, ranges: list[float]) -> list[list[float | None]]:

@@ -33,7 +33,7 @@ def literal(value: object) -> str:
     """Return a constant of the source."""
     if isinstance(value, float) and not math.isfinite(value):
         return {math.inf: "Infinity", -math.inf: "-Infinity"}.get(value, "NaN")
-    return json.dumps(value)
+    return json.dumps(value).replace("<", "\\u003c")  # No text can end the element that contains the script.
 
 
 def spelled(name: str) -> str:

@@ -4,7 +4,6 @@
 // and instances of translated classes, which are compared by their fields as dataclasses are.
 "use strict";
 
-globalThis.Subquad ??= {};
 Subquad.python = (() => {
   class Value {}
 
