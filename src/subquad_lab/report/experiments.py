@@ -70,7 +70,7 @@ def in_detail(entries: list[dict[str, Any]], experiment: Experiment[Any]) -> dic
     finished = [entry for entry in entries if experiment.measure in entry["results"]["valid"]]
     choose = max if experiment.higher_is_better else min
     best = choose(finished, key=lambda entry: entry["results"]["valid"][experiment.measure], default=entries[0])
-    metrics = [(part, name) for part in ("valid", "test") for name in best["results"][part]]
+    metrics = [(part, name) for part in ("test", "valid") for name in best["results"][part]]
     return {"entries": entries, "best": best, "metrics": metrics}
 
 
@@ -125,7 +125,11 @@ def over_seeds(found: Sequence[Mapping[str, float]], count: int, measure: str) -
         return "not finished"
     if count > 1:
         return intervals.shown(values, measure)
-    return f"{values[0]:,.2f}" if values[0] >= 10 else f"{values[0]:.4f}"
+    return figure(values[0])
+
+
+def figure(value: float) -> str:
+    return f"{value:,.2f}" if value >= 10 else f"{value:.4f}"
 
 
 def curves(groups: Mapping[str, Sequence[Run]], experiment: Experiment[Any]) -> dict[str, Any]:
@@ -157,6 +161,7 @@ def entry(name: str, run: Run) -> dict[str, Any]:
     """Return what the page shows of one run."""
     about, result = run.about(), run.result() or {}
     experiment, config = experiment_of(run)
+    results = {part: result.get(part, {}) for part in ("valid", "test")}
     list(run.metrics())  # raises if it is damaged
     return {
         "name": name,
@@ -166,6 +171,9 @@ def entry(name: str, run: Run) -> dict[str, Any]:
         "config": {key: value for key, value in vars(config).items() if value is not None},
         "command": train_command(experiment, [config]),
         "results": {part: result.get(part, {}) for part in ("valid", "test")},
+        "shown": {
+            part: {key: figure(value) for key, value in result.get(part, {}).items()} for part in ("valid", "test")
+        },
         "table": experiment.table(run),
         "pictures": [image(picture, f"{name}: {what}") for what, picture in experiment.pictures(run, config).items()],
     }

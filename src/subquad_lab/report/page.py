@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 import subquad
 from subquad_lab.report import claims, cost_data, experiments, summary
@@ -54,7 +54,7 @@ def page(runs: list[Run], theory: Sequence[dict[str, Any]] = (), live: Part | No
         parts=shown, material=material, version=subquad.__version__, scripts=code, styles=design,
         headlines=summary.headlines(material), machine=summary.environment(), runs=summary.what_was_run(material),
         policy=policy(code, design, "'none'" if live is None else "'self'"),
-        license=(VENDOR / "uplot.LICENSE").read_text(),
+        license=escape((VENDOR / "uplot.LICENSE").read_text()),
     )  # fmt: skip
 
 

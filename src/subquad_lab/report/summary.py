@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 import subquad
-from subquad import native
+from subquad.native import status
 from subquad.planning.calibration_file import cached, machine
 from subquad_lab.report.part import Material
 
@@ -85,7 +85,7 @@ def environment() -> dict[str, str]:
         "processor": f"{str(machine(torch.device('cpu'), torch.float32)['device']).removeprefix('cpu: ')}, "
         f"{os.cpu_count()} cores",
         "software": f"subquad {subquad.__version__}, torch {torch.__version__}",
-        "kernels": re.sub(r" \(_kernels.*\)", "", str(native.status())),
+        "kernels": re.sub(r" \(_kernels.*\)", "", str(status())),
     }
 
 
