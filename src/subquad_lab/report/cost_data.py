@@ -11,7 +11,7 @@ from subquad.planning.text import duration, mebibytes, short
 from subquad_lab.report import cost_explorer as explorer
 from subquad_lab.report.cost_explorer import Settings
 from subquad_lab.report.part import Material
-from subquad_lab.report.translation import Program
+from subquad_lab.report.translation.program import Program
 
 START = Settings(
     length=16_384, heads=8, width=16, value_width=16, degree=2, features=256, window=512, logit_range=0.5,

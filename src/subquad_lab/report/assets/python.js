@@ -1,4 +1,4 @@
-// Python's operators and builtins, for formulas of the library that are translated to JavaScript (report/translation.py).
+// Python's operators and builtins, for formulas of the library that are translated to JavaScript (report/translation).
 //
 // Values of Python are: numbers, strings, booleans, null for None, arrays for lists and tuples, Dict, Set, functions,
 // and instances of translated classes, which are compared by their fields as dataclasses are.

@@ -1,17 +1,18 @@
-"""The body of a Python function as JavaScript: statements and expressions of the subset that formulas use.
+"""Python's expressions as JavaScript.
 
-Every node keeps Python's meaning. Where JavaScript's operator differs (`//`, `%`, truth of an empty list, equality of
-values), the runtime in `assets/python.js` is called; it is `py` in the translated text. Integers become JavaScript's
-numbers, exact up to 2^53 and to 16 digits above. A node outside the subset raises `Untranslatable` with its place.
+Where an operator of JavaScript differs from Python's (`//`, `%`, the truth of an empty list, the equality of values), a
+function of `assets/python.js` is called, which is `py` in the translated text. Integers become JavaScript's numbers,
+exact up to 2^53 and to 16 digits above.
 """
 
 import ast
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
-__all__ = ["Scope", "Untranslatable", "literal", "spelled"]
+__all__ = ["Expressions", "Untranslatable", "literal", "spelled"]
 
 RESERVED = {
     "arguments", "case", "catch", "const", "default", "delete", "do", "enum", "eval", "export", "extends", "function",
@@ -42,7 +43,7 @@ def spelled(name: str) -> str:
 
 
 class Names(Protocol):
-    """What a scope asks about names outside it."""
+    """What is asked about names outside a function."""
 
     def value(self, name: str) -> str:
         """Return the expression for a name of the module."""
@@ -60,21 +61,21 @@ class Names(Protocol):
         """Note that an attribute is read."""
 
 
-class Scope:
-    """One function that is translated, with the scopes around it.
+class Expressions:
+    """The expressions of one function, which knows its variables.
 
     Args:
         node: The function.
         names: What the names of its module mean.
-        where: The file, for messages.
-        outer: The scope around a nested function.
+        where: The module, for messages.
+        outer: The expressions of the function around it, if it is nested.
     """
 
     def __init__(
-        self, node: ast.FunctionDef | ast.Lambda, names: Names, where: str, outer: "Scope | None" = None
+        self, node: ast.FunctionDef | ast.Lambda, names: Names, where: str, outer: "Expressions | None" = None
     ) -> None:
         self.node, self.where, self.outer, self._names = node, where, outer, names
-        self._bound: list[list[str]] = []  # variables of the comprehensions around an expression
+        self._bound: list[list[str]] = []  # by comprehensions around an expression
         arguments = node.args
         every = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
         self.parameters = [a.arg for a in every] + ([arguments.vararg.arg] if arguments.vararg else [])
@@ -92,73 +93,12 @@ class Scope:
         is_own = name in self.parameters or name in self.stored or any(name in names for names in self._bound)
         return is_own or (self.outer is not None and self.outer.is_local(name))
 
-    def inner(self, node: ast.FunctionDef | ast.Lambda) -> "Scope":
-        return Scope(node, self._names, self.where, self)
-
-    # --- Statements ---------------------------------------------------------------------------------------------------
-
-    def body(self) -> str:
-        """Return the statements of the function, with its variables declared first."""
-        assert isinstance(self.node, ast.FunctionDef)
-        declared = f"let {', '.join(map(spelled, self.stored))};\n" if self.stored else ""
-        return declared + self.block(self.node.body)
-
-    def block(self, statements: Iterable[ast.stmt]) -> str:
-        return "\n".join(filter(None, map(self.statement, statements)))
-
-    def statement(self, node: ast.stmt) -> str:
-        """Return one statement; docstrings, assertions and annotations are left out."""
-        match node:
-            case ast.Expr(ast.Constant()) | ast.Assert() | ast.Pass() | ast.AnnAssign(value=None):
-                return ""
-            case ast.Expr(ast.Yield(value)):
-                return f"yield {self.value(value)};"
-            case ast.Expr(value):
-                return f"{self.value(value)};"
-            case ast.Return(value):
-                return f"return {'null' if value is None else self.value(value)};"
-            case ast.Assign(targets, value):
-                return self._assigned(targets, self.value(value))
-            case ast.AnnAssign(target, _, value):
-                return self._assigned([target], self.value(value))
-            case ast.AugAssign(target, operator, value):
-                loaded = ast.copy_location(ast.BinOp(_loaded(target), operator, value), node)
-                return self._assigned([target], self.value(loaded))
-            case ast.If(test, body, orelse):
-                other = f" else {{\n{self.block(orelse)}\n}}" if orelse else ""
-                return f"if ({self.test(test)}) {{\n{self.block(body)}\n}}{other}"
-            case ast.For(target, iterable, body, []):
-                return f"for ({self.target(target)} of {self.value(iterable)}) {{\n{self.block(body)}\n}}"
-            case ast.While(test, body, orelse):
-                return self._loop(test, body, orelse)
-            case ast.FunctionDef():
-                return f"{spelled(node.name)} = {self.inner(node).arrow()};"
-            case ast.Raise(ast.Call(_, [message])):
-                return f"throw new Error({self.value(message)});"
-            case ast.Try(body, [handler], [], []):
-                caught = f" ({handler.name})" if handler.name else ""
-                self._bound.append([handler.name or ""])
-                handled = self.block(handler.body)
-                self._bound.pop()
-                return f"try {{\n{self.block(body)}\n}} catch{caught} {{\n{handled}\n}}"
-            case ast.Break():
-                return "break;"
-            case ast.Continue():
-                return "continue;"
-        raise self.fail(node, type(node).__name__)
-
-    def _assigned(self, targets: list[ast.expr], value: str) -> str:
-        if len(targets) == 1 and isinstance(targets[0], ast.Subscript):
-            place = targets[0]
-            return f"py.setItem({self.value(place.value)}, {self.value(place.slice)}, {value});"
-        return "".join(f"{self.target(target)} = " for target in targets) + f"{value};"
-
-    def _loop(self, test: ast.expr, body: list[ast.stmt], orelse: list[ast.stmt]) -> str:
-        """Return a loop; what follows `else` runs when the test fails, so it becomes the way out of an endless loop."""
-        if not orelse:
-            return f"while ({self.test(test)}) {{\n{self.block(body)}\n}}"
-        out = f"if (!({self.test(test)})) {{\n{self.block(orelse)}\nbreak;\n}}"
-        return f"while (true) {{\n{out}\n{self.block(body)}\n}}"
+    @contextmanager
+    def bound(self, names: list[str]) -> Iterator[None]:
+        """Take names for variables inside a comprehension, or of a caught error."""
+        self._bound.append(names)
+        yield
+        self._bound.pop()
 
     def target(self, node: ast.expr) -> str:
         match node:
@@ -309,28 +249,20 @@ class Scope:
         return f"py.format({self.value(node.value)}, {spec})"
 
     def _Lambda(self, node: ast.Lambda) -> str:
-        inner = self.inner(node)
+        inner = Expressions(node, self._names, self.where, self)
         return f"(({', '.join(map(spelled, inner.parameters))}) => {inner.value(node.body)})"
-
-    def arrow(self) -> str:
-        """Return a nested function."""
-        if self.is_generator:
-            raise self.fail(self.node, "a nested generator")
-        return f"({', '.join(map(spelled, self.parameters))}) => {{\n{self.body()}\n}}"
 
     # --- Comprehensions -----------------------------------------------------------------------------------------------
 
     def _looped(self, node: Any, innermost: str, *elements: ast.expr) -> str:
         """Return the loops of a comprehension around a statement on its elements."""
-        names = [n.id for part in node.generators for n in ast.walk(part.target) if isinstance(n, ast.Name)]
-        self._bound.append(names)
-        text = innermost.format(*map(self.value, elements))
-        for part in reversed(node.generators):
-            for condition in reversed(part.ifs):
-                text = f"if ({self.test(condition)}) {text}"
-            text = f"for (const {self.target(part.target)} of {self.value(part.iter)}) {text}"
-        self._bound.pop()
-        return text
+        with self.bound([n.id for part in node.generators for n in ast.walk(part.target) if isinstance(n, ast.Name)]):
+            text = innermost.format(*map(self.value, elements))
+            for part in reversed(node.generators):
+                for condition in reversed(part.ifs):
+                    text = f"if ({self.test(condition)}) {text}"
+                text = f"for (const {self.target(part.target)} of {self.value(part.iter)}) {text}"
+            return text
 
     def _collected(self, node: Any, innermost: str, *elements: ast.expr) -> str:
         return f"(() => {{ const out = []; {self._looped(node, innermost, *elements)} return out; }})()"
@@ -400,11 +332,6 @@ def _alternatives(node: ast.expr) -> list[ast.expr]:
     if isinstance(node, ast.BinOp):
         return [*_alternatives(node.left), *_alternatives(node.right)]
     return node.elts if isinstance(node, ast.Tuple) else [node]
-
-
-def _loaded(target: ast.expr) -> ast.expr:
-    """Return the place that is assigned to, as it is read."""
-    return ast.parse(ast.unparse(target), mode="eval").body
 
 
 def _is_plain(node: ast.expr) -> bool:

@@ -1,8 +1,6 @@
-"""Formulas of the library as JavaScript, so that the page computes what Python computes and nothing is typed in twice.
+"""A program: a few functions, and everything that they use, found by the names in their modules.
 
-`Program` starts from a few functions, translates them, and follows the names that they use through their modules:
-
-    function     translated (`translation_syntax`)
+    function     translated
     class        its fields, and those of its methods and properties whose names are used anywhere
     constant     its value
     fact         a function that asks this machine, such as its number of threads: its answer
@@ -14,41 +12,20 @@ A function that takes tensors, or anything else that is left out, becomes one th
 import ast
 import dataclasses
 import inspect
-import math
-import operator
 import textwrap
-from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator
-from functools import cache, cached_property
-from itertools import pairwise
-from numbers import Real
+from functools import cached_property
 from types import ModuleType
 from typing import Any
 
 import torch
 
-from subquad_lab.report.translation_syntax import Scope, Untranslatable, literal, spelled
+from subquad_lab.report.translation.expressions import Untranslatable, literal, spelled
+from subquad_lab.report.translation.inspection import bound, full_name, is_ours, is_value, parameters_of, short_name
+from subquad_lab.report.translation.known import BUILTINS, KNOWN, UNPASSED
+from subquad_lab.report.translation.statements import Body
 
 __all__ = ["Program", "Untranslatable"]
-
-PACKAGES = ("subquad", "subquad_lab")
-SAME_IN_MATH = ("ceil", "exp", "expm1", "floor", "hypot", "log", "log10", "log1p", "sinh", "sqrt", "tanh")
-KNOWN: dict[Any, str] = {
-    **{getattr(math, name): f"Math.{name}" for name in SAME_IN_MATH},
-    math.comb: "py.comb", math.fsum: "py.sum", math.isfinite: "Number.isFinite", math.isinf: "py.isInfinite",
-    math.lgamma: "py.lgamma", math.prod: "py.product", operator.index: "Number", pairwise: "py.pairwise",
-    Counter: "py.counter", cache: "py.memoized", dataclasses.fields: "py.fields", torch.device: "py.device",
-    torch.promote_types: "py.promoteTypes", Real: "py.kinds.float",
-}  # fmt: skip
-BUILTINS = {
-    "abs": "Math.abs", "any": "py.any", "all": "py.all", "bool": "py.truth", "callable": "py.callable",
-    "dict": "py.dict", "dict.fromkeys": "py.fromKeys", "divmod": "py.divmod", "enumerate": "py.enumerate",
-    "float": "Number", "getattr": "py.getAttribute", "hasattr": "py.hasAttribute", "int": "Math.trunc",
-    "len": "py.length", "list": "py.list", "map": "py.map", "max": "py.max", "min": "py.min", "next": "py.next",
-    "range": "py.range", "repr": "py.repr", "round": "py.round", "sorted": "py.sorted", "str": "py.str",
-    "sum": "py.sum", "tuple": "py.list", "type": "py.type", "zip": "py.zip",
-}  # fmt: skip
-UNPASSED = "strict"  # of zip
 
 
 class Program:
@@ -133,10 +110,10 @@ class Program:
         node = ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
         assert isinstance(node, ast.FunctionDef)
         ast.increment_lineno(node, function.__code__.co_firstlineno - 1)
-        scope = Scope(node, ModuleNames(self, function), function.__module__)
+        body = Body(node, ModuleNames(self, function), function.__module__)
         parameters = ", ".join(self._parameter(p, name.strip()) for p in parameters_of(function).values())
         this = f"const {owner} = this;\n" if owner else ""
-        return f"{'*' if scope.is_generator else ''}{name}({parameters}) {{\n{this}{scope.body()}\n}}"
+        return f"{'*' if body.is_generator else ''}{name}({parameters}) {{\n{this}{body.javascript()}\n}}"
 
     def _takes_what_is_left_out(self, function: Any) -> bool:
         return any(isinstance(x, type) and full_name(x) in self.left_out for x in function.__annotations__.values())
@@ -257,38 +234,3 @@ class ModuleNames:
 
     def note(self, name: str) -> None:
         self._program.used.add(name)
-
-
-def bound(
-    name: str, parameters: dict[str, inspect.Parameter], arguments: list[str], keywords: dict[str, str]
-) -> list[str]:
-    """Return a call's arguments in order; `undefined` lets JavaScript take the default."""
-    places = list(parameters)
-    last = max((places.index(keyword) for keyword in keywords), default=-1)
-    if len(arguments) > min(map(places.index, keywords)):
-        raise Untranslatable(f"{name}: an argument twice, or a starred one before a keyword")
-    return arguments + [keywords.get(place, "undefined") for place in places[len(arguments) : last + 1]]
-
-
-def parameters_of(function: Any) -> dict[str, inspect.Parameter]:
-    """Return the parameters of a function or the fields of a class, without self and cls."""
-    found = inspect.signature(function).parameters
-    return {name: p for name, p in found.items() if name not in ("self", "cls")}
-
-
-def is_value(kind: type) -> bool:
-    """Return whether a class is made from its fields."""
-    return dataclasses.is_dataclass(kind) or issubclass(kind, tuple)
-
-
-def is_ours(thing: Any) -> bool:
-    return thing.__module__.partition(".")[0] in PACKAGES
-
-
-def full_name(thing: Any) -> str:
-    return f"{getattr(thing, '__module__', None)}.{getattr(thing, '__qualname__', thing)}"
-
-
-def short_name(thing: Any) -> str:
-    """Return a name that is unique in a program."""
-    return f"{thing.__module__.replace('.', '_')}${thing.__qualname__.replace('.', '_')}"
