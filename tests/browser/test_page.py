@@ -11,6 +11,11 @@ from subquad_lab.report.page import page as page_of
 from subquad_lab.training.run import all_runs
 
 PHONE_WIDTH = 390
+UNFOLD = "document.querySelectorAll('details').forEach((each) => { each.open = true; })"
+FOCUSED = """(() => {
+    const focused = document.activeElement;
+    return focused.closest(".predict") ? "answer" : focused.className || focused.id || focused.tagName;
+})()"""
 ATTACK = "</script><img src=x onerror=alert(1)>"
 
 
@@ -29,6 +34,12 @@ def test_nothing_is_logged_and_nothing_is_requested(opened, report):
     opened.assert_silent(report)
 
 
+def test_the_page_is_small_and_ready_at_once(open_page, report):
+    assert report.stat().st_size < 4_000_000
+    ready = [int(open_page(report).page.evaluate("document.documentElement.dataset.ready")) for _ in range(3)]
+    assert min(ready) < 1000
+
+
 def test_a_script_that_the_page_did_not_bring_does_not_run(open_page, report, tmp_path):
     text = report.read_text()
     for planted in (
@@ -44,7 +55,7 @@ def test_a_script_that_the_page_did_not_bring_does_not_run(open_page, report, tm
 
 
 def test_text_from_records_is_shown_as_text(open_page, checked, tmp_path):
-    """In the name of a run, in its config, in the name of its data and in a claim: everything that the page can show."""
+    """In the name of a run, in its config, in the name of its data and in a claim."""
     experiment, config = small("rnn", write_text(tmp_path / "text"))
     run, _ = start(config, tmp_path / "runs", "rnn", experiment)
     about = json.loads((run.folder / "run.json").read_text())
@@ -74,21 +85,19 @@ def test_all_controls_can_be_used_with_the_keyboard_alone(open_page, report):
     page = open_page(report).page
     page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.className") == "skip"
-    visited, answered = set(), False
-    for _ in range(80):
+    visited: set[str] = set()
+    while (kind := page.evaluate(FOCUSED)) != "BODY":  # to which the focus returns after the last element
         page.keyboard.press("Tab")
-        kind = page.evaluate("document.activeElement.closest('.predict') ? 'answer' : document.activeElement.className || "
-                             "document.activeElement.id || document.activeElement.tagName")  # fmt: skip
         visited.add(kind)
+        kind = page.evaluate(FOCUSED)
         if kind == "theme":
             page.keyboard.press("Enter")
             assert page.evaluate("document.documentElement.dataset.theme") == "dark"
         if kind == "plot-area":
             page.keyboard.press("End")
             assert page.evaluate("document.activeElement.parentElement.querySelector('.value').textContent") != ""
-        if kind == "answer" and not answered:
+        if kind == "answer" and kind not in visited:
             page.keyboard.press("Space")
-            answered = True
             assert page.locator(".card.answered .evidence").first.is_visible()
     assert {"theme", "plot-area", "scroll", "SUMMARY", "answer"} <= visited
     summary = page.locator("#experiments > details > summary")
@@ -102,8 +111,7 @@ def test_all_controls_can_be_used_with_the_keyboard_alone(open_page, report):
 
 def test_a_plot_shows_values_and_toggles_its_lines_and_scales(opened, report):
     plot = opened.page.locator("[data-plot='language-measure'] figure")
-    shown = json.loads(opened.page.locator("#data-experiments").inner_text(timeout=0) or
-                       opened.page.evaluate("document.getElementById('data-experiments').textContent"))  # fmt: skip
+    shown = json.loads(opened.page.locator("#data-experiments").text_content())
     series = shown["language-measure"]["series"]
     assert {len(line["x"]) for line in series} == {5} and "low" in series[0]
     plot.locator(".plot-area").hover()
@@ -130,8 +138,7 @@ def test_a_plot_shows_values_and_toggles_its_lines_and_scales(opened, report):
 def test_a_phone_never_scrolls_sideways(open_page, report):
     opened = open_page(report, width=PHONE_WIDTH, has_touch=True, device_scale_factor=2)
     opened.page.locator("button.reveal").click()
-    for summary in opened.page.locator("details:not([open]) > summary:visible").all():
-        summary.click()
+    opened.page.evaluate(UNFOLD)
     assert opened.page.evaluate("document.documentElement.scrollWidth") == PHONE_WIDTH
     wide = opened.page.evaluate(
         "[...document.querySelectorAll('main *')].filter((e) => !e.closest('.scroll, .plot-table') && "
@@ -180,8 +187,7 @@ def test_without_scripts_everything_is_visible(open_page, report, checked):
 def test_axe_finds_nothing_serious(open_page, report, scheme):
     page = open_page(report, color_scheme=scheme, bypass_csp=True).page  # axe is added as a script
     page.locator("button.reveal").click()
-    for summary in page.locator("details:not([open]) > summary:visible").all():
-        summary.click()
+    page.evaluate(UNFOLD)
     found = Axe().run(page).response["violations"]
     serious = [each for each in found if each["impact"] in ("serious", "critical")]
     assert serious == [], json.dumps([(each["id"], [node["html"] for node in each["nodes"]]) for each in serious])

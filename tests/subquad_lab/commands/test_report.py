@@ -74,6 +74,9 @@ def test_one_seed_twice_is_not_two_seeds(trained, options, tmp_path, capfd):
     assert main(["report", "--root", str(tmp_path / "runs"), "--out", str(out)]) == 0
     assert "language-001, 2 seeds" in page_of(out).text
     assert "3 seeds" not in page_of(out).text
+    main(["train", "language", *options, "--seed=5"])
+    assert main(["report", "--root", str(tmp_path / "runs"), "--out", str(out)]) == 0
+    assert re.search(r"--context 5  # and with --seed 1, 5\n", page_of(out).text)
 
 
 def test_a_series_a_comparison_or_a_sweep_is_reported_by_its_folder(options, tmp_path, capfd):
