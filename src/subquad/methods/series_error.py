@@ -40,12 +40,18 @@ def series_log_ratio(degree: int, low: float, high: float) -> float:
 
 def log_factor(degree: int, x: float) -> float:
     """Return ln r(x) = ln(T(x) exp(-x)) without cancellation; -inf where T is not positive."""
-    if x >= 0:
-        # The terms are those of a Poisson distribution with mean x: only those near its peak count.
-        reach = 40 * sqrt(x + 1) + 100
-        if x == 0 or degree > x + reach:
-            return 0.0
-        powers = range(max(0, int(min(degree, x) - reach)), degree + 1)
+    if x == 0:
+        return 0.0
+    if 0 < x < degree:  # r(x) is 1 minus the powers that are left out, which are few.
+        term, total, power = exp((degree + 1) * log(x) - lgamma(degree + 2) - x), 0.0, degree + 1
+        while term > total * 1e-17:
+            total += term
+            power += 1
+            term *= x / power
+        return log1p(-total)
+    if x > 0:
+        # The terms are those of a Poisson distribution with mean x: only those near the highest power count.
+        powers = range(max(0, int(degree - 40 * sqrt(x + 1) - 100)), degree + 1)
         terms = [power * log(x) - lgamma(power + 1) for power in powers]
         top = max(terms)
         return top + log(math.fsum(exp(term - top) for term in terms)) - x

@@ -22,7 +22,7 @@ from subquad.methods import Exact, Linear, Multipole, RandomFeatures, Separable,
 from subquad.methods.method import FeatureMethod
 from subquad.planning.busyness import is_busy, load, note_on
 from subquad.planning.progress import Progress, progress_line
-from subquad.planning.reference import reference_seconds
+from subquad.planning.reference import reference_coefficients, reference_seconds
 from subquad.planning.seconds import EXACT_LENGTHS, EXACT_WIDTHS, Calibration, name_of, work
 from subquad.planning.shape import Shape
 
@@ -165,6 +165,12 @@ def calibrate(
     spread = median(ratios) if ratios else None
     note, retries = note_on(before, spread, share), MAX_RETRIES if is_busy(before, spread) else 0
     return replace(fitted(filled, device.type), note=note, retries=retries)
+
+
+def reference_calibration() -> Calibration:
+    """Return the calibration by the reference figures, for a machine that was not measured."""
+    note = " Times are rough: they are reference figures for two cores, because this machine is not calibrated."
+    return Calibration({name_of(*call): reference_coefficients(*call) for call in grid_once()}, note=note)
 
 
 def _pace(best: list[float], usual: list[float]) -> float:

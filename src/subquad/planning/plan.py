@@ -98,10 +98,15 @@ def plan(
     shape = Shape.of(**given, is_causal=is_causal, training=training, least_length=1, most=MAX_SIZE)
     machine = calibration(device, dtype, progress)
     sample_length = None if call is None else call.layout.keys
-    situation = Situation(shape, machine, purpose, max_error, logit_range, sample_length, dtype)
-    candidates = _candidates(call, situation)
-    best = _best(candidates)
-    return Plan(best.method, reason_for(best, candidates, situation), tuple(candidates), max_error, purpose)
+    return planned(Situation(shape, machine, purpose, max_error, logit_range, sample_length, dtype), call)
+
+
+def planned(situation: Situation, call: Call | None = None) -> Plan:
+    """Return the plan for a situation, with a sample if there is one; arguments are not checked."""
+    candidates = candidates_in(situation, call)
+    best = best_of(candidates)
+    reason = reason_for(best, candidates, situation)
+    return Plan(best.method, reason, tuple(candidates), situation.max_error, situation.purpose)
 
 
 def _check_knowledge(purpose: Purpose, max_error: Any, logit_range: Any, sample: Any, scale: float | None) -> None:
@@ -149,7 +154,7 @@ def _completed(call: Call, sizes: dict[str, int | None]) -> dict[str, int | None
     return {name: found[name] if size is None else size for name, size in sizes.items()}
 
 
-def _candidates(call: Call | None, situation: Situation) -> list[Candidate]:
+def candidates_in(situation: Situation, call: Call | None = None) -> list[Candidate]:
     """Return all candidates, the fastest first."""
     shape = situation.shape
     # Without the kernels, Multipole is slower than exact attention, and neither it nor Window is timed.
@@ -164,13 +169,14 @@ def _candidates(call: Call | None, situation: Situation) -> list[Candidate]:
     errors = measured_errors(call, shape.head_dim, measure, offered)
     while True:  # The error of the best one is never just inferred.
         candidates = _all_candidates(errors, situation)
-        best = _best(candidates)
+        best = best_of(candidates)
         if engine_of(best.method) == "exact" or best.error.known_by != "prediction":
             return candidates
         errors[best.method] = measure(best.method)
 
 
-def _best(candidates: list[Candidate]) -> Candidate:
+def best_of(candidates: list[Candidate]) -> Candidate:
+    """Return the fastest candidate that is acceptable, in the form that `attention` takes."""
     return next(c for c in candidates if c.is_acceptable and c.is_chosen_form)
 
 

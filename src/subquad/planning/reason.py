@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from math import comb, inf
 from typing import Any
 
@@ -128,7 +129,9 @@ def _fastest_is_exact(exact: Any, others: list[Any], situation: Situation) -> st
     )
     if shape.query_length != shape.key_length:
         return f"{first} {slower}."
-    lengths = {c: _wins_from(exact.method, c.method, situation) for c in others}
+    exact_seconds = cache(_seconds_by_length(exact.method, situation))  # asked for the same lengths again and again
+    found = (find_crossover(exact_seconds, _seconds_by_length(c.method, situation), MAX_LENGTH) for c in others)
+    lengths = dict(zip(others, map(rounded, found), strict=True))
     earliest = min(others, key=lambda c: lengths[c] or inf)
     if lengths[earliest] is None:
         return f"{first} {slower}."
@@ -136,13 +139,9 @@ def _fastest_is_exact(exact: Any, others: list[Any], situation: Situation) -> st
     return f"{first} {slower}; {winner} wins from about {lengths[earliest]:,} tokens on."
 
 
-def _wins_from(exact: Any, other: Any, situation: Situation) -> int | None:
-    """Return the length from which on the other method is faster."""
-
-    def price(method: Any) -> Callable[[int], float]:
-        return lambda n: situation.machine.seconds(method, replace(situation.shape, query_length=n, key_length=n))
-
-    return rounded(find_crossover(price(exact), price(other), MAX_LENGTH))
+def _seconds_by_length(method: Any, situation: Situation) -> Callable[[int], float]:
+    """Return the time of a method as a function of the length."""
+    return lambda n: situation.machine.seconds(method, replace(situation.shape, query_length=n, key_length=n))
 
 
 def _needs(situation: Situation, logit_range: LogitRange) -> str:

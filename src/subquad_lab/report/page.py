@@ -14,7 +14,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 import subquad
-from subquad_lab.report import claims, experiments, summary
+from subquad_lab.report import claims, cost_data, experiments, summary
 from subquad_lab.report.part import Material, Part
 from subquad_lab.system.text import printable
 from subquad_lab.training.run import Run
@@ -23,6 +23,7 @@ FOLDER = Path(__file__).parent
 ASSETS, VENDOR = FOLDER / "assets", FOLDER / "vendor"
 PARTS = (
     Part("experiments", "Experiments", experiments.plots, scripts=("experiments.js",)),
+    Part("cost", "What would it cost?", cost_data.data, scripts=("python.js", "cost.js"), written=cost_data.model),
     Part("claims", "The theory, checked", claims.cards, scripts=("claims.js",)),
 )  # in the order of the page
 
@@ -43,9 +44,11 @@ def page(runs: list[Run], theory: Sequence[dict[str, Any]] = (), live: Part | No
     shown += [(part, data) for part in PARTS if (data := part.data(material)) is not None]
     scripts = [VENDOR / "uplot.js", ASSETS / "subquad.js", ASSETS / "plot.js"]
     scripts += [ASSETS / name for part, _ in shown for name in part.scripts]
+    written = [part.written() for part, _ in shown if part.written is not None]
+    boot = (ASSETS / "boot.js").read_text()
     styles = [VENDOR / "uplot.css", ASSETS / "page.css"]
     styles += [file for part, _ in shown if (file := ASSETS / f"{part.name}.css").is_file()]
-    code = [embedded(file.read_text()) for file in (*scripts, ASSETS / "boot.js")]
+    code = [embedded(text) for text in (*(file.read_text() for file in scripts), *written, boot)]
     design = [embedded(file.read_text()) for file in styles]
     places = {part.name for part, _ in shown} | {f"experiment-{section['name']}" for section in sections}
     return environment().get_template("page.html").render(

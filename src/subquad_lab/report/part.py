@@ -37,9 +37,11 @@ class Part:
         title: Heading, also in the table of contents.
         data: Returns JSON-serializable data for the template and the scripts, or None to leave the part out.
         scripts: Files in assets/, in order.
+        written: Returns a script that Python writes; it runs after the files of all parts, and before they start.
     """
 
     name: str
     title: str
     data: Callable[[Material], Any]
     scripts: tuple[str, ...] = ()
+    written: Callable[[], str] | None = None

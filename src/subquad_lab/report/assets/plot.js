@@ -4,7 +4,8 @@
    spec = {
      title: "...",                                  also the accessible name
      x: {label, log, format, mark}, y: {label, log, format},   log: start with a log scale; mark: draw a vertical line here
-     series: [{name, x: [...], y: [...], low: [...], high: [...]}],   low and high, if given, draw a band
+     series: [{name, x: [...], y: [...], low: [...], high: [...], color}],   low and high, if given, draw a band;
+                                                    color: 1 to 8, by default in turn
      height: 280,
    }
 
@@ -82,7 +83,7 @@
       this.values = [];
       this.swatches = [];
       const buttons = this.spec.series.map((line, i) => {
-        const swatch = element("span", { className: `swatch series-${(i % COLORS) + 1}` });
+        const swatch = element("span", { className: `swatch series-${line.color ?? (i % COLORS) + 1}` });
         const value = element("span", { className: "value" });
         const button = element("button", { type: "button" }, swatch, line.name, " ", value);
         button.setAttribute("aria-pressed", String(!this.hidden.has(line.name)));
