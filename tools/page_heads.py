@@ -34,6 +34,12 @@ from subquad_lab.report.head_data import ABOUT, BINARY, LARGEST, STORY, Head, st
 
 FIRST_ROW = 64
 NEAR = 16
+RULES = {
+    "local": f"largest weight on the last {NEAR} tokens",
+    "sink": "largest weight on the first token",
+    "induction": "largest weight on tokens that follow an earlier occurrence of the query's own token",
+    "diffuse": "largest entropy",
+}
 
 
 def sha256_of(path: Path) -> str:
@@ -103,11 +109,11 @@ def main() -> None:
     shown = unstored(content, tokens.shape[1], width, len(heads))
     about = {
         "made": datetime.date.today().isoformat(), "command": f"python tools/page_heads.py {path.name}",
-        "model": path.name, "sha256": sha256_of(path), "width": width,
+        "model": path.stem.split(".")[0], "sha256": sha256_of(path), "width": width,
         "tokens": [tokenizer.decode([number]) for number in tokens[0].tolist()],
         "heads": [
             {**dict(zip(Head._fields[:4], head[:4], strict=True)),
-             "rounding": rounding(head._replace(query=q, key=k, value=v), head)}
+             "rule": RULES[head.kind], "rounding": rounding(head._replace(query=q, key=k, value=v), head)}
             for head, (q, k, v) in zip(heads, shown, strict=True)
         ],
     }  # fmt: skip

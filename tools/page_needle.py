@@ -144,7 +144,7 @@ def main() -> None:
     found = measured(model, tokenizer, sentences)
     about = {
         "made": datetime.date.today().isoformat(), "command": f"python tools/page_needle.py {Path(options.model).name}",
-        "model": Path(options.model).name, "sha256": sha256_of(Path(options.model)), "subquad": subquad.__version__,
+        "model": Path(options.model).stem.split(".")[0], "sha256": sha256_of(Path(options.model)), "subquad": subquad.__version__,
         "needle": NEEDLE.strip(), "question": QUESTION.strip(), "answer": ANSWER.strip(),
         "methods": [label_of(method) for method in METHODS],
     }  # fmt: skip

@@ -11,7 +11,8 @@ Axes: n tokens, d width.
 import base64
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,11 +26,20 @@ DATA = Path(__file__).parent / "data"
 STORY, ABOUT, BINARY = DATA / "story.txt", DATA / "heads.json", DATA / "heads.bin"
 LARGEST = 700_000  # bytes of heads.bin
 MOST_FEATURES = 256  # rows of projections in the page; fewer features use the first rows
-# The settings with which the page begins.
-METHODS = {
-    "exact": subquad.Exact(), "multipole": subquad.Multipole(), "window": subquad.Window(64, sinks=4),
-    "taylor": subquad.Taylor(2), "random": subquad.RandomFeatures(MOST_FEATURES), "elu": subquad.Linear("elu"),
-    "separable": subquad.Separable(),
+FAR = 64  # tokens: the page begins with the query that looks farther back than this with the largest weight
+MAKERS: dict[str, Callable[..., Any]] = {
+    "exact": subquad.Exact,
+    "multipole": subquad.Multipole,
+    "window": subquad.Window,
+    "taylor": subquad.Taylor,
+    "random": lambda features: subquad.RandomFeatures(features),
+    "elu": lambda: subquad.Linear("elu"),
+    "separable": subquad.Separable,
+}
+# With which the page begins.
+SETTINGS: dict[str, dict[str, int]] = {
+    "exact": {}, "multipole": asdict(subquad.Multipole()), "window": {"size": 64, "sinks": 4}, "taylor": {"degree": 2},
+    "random": {"features": MOST_FEATURES}, "elu": {}, "separable": {},
 }  # fmt: skip
 
 
@@ -75,9 +85,19 @@ def errors(head: Head) -> dict[str, float]:
     """Return |out - exact| / |exact| of the head for each method, as the library computes it."""
     q, k, v = (x[None, None] for x in head[-3:])
     with warnings.catch_warnings(action="ignore"):  # The errors are the point.
-        outputs = {name: subquad.attention(q, k, v, is_causal=True, method=each) for name, each in METHODS.items()}
+        outputs = {
+            name: subquad.attention(q, k, v, is_causal=True, method=MAKERS[name](**own)) for name, own in SETTINGS.items()
+        }
     exact = outputs["exact"]
     return {name: float((output - exact).norm() / exact.norm()) for name, output in outputs.items()}
+
+
+def farthest_look(head: Head) -> int:
+    """Return the row with the largest weight on one key more than FAR tokens before it, the first keys left out."""
+    n, width = head.query.shape
+    weights = (head.query @ head.key.mT / width**0.5).masked_fill(torch.ones(n, n).triu(1) > 0, -torch.inf).softmax(-1)
+    weights[:, : SETTINGS["window"]["sinks"]] = 0
+    return int(weights.tril(-FAR).amax(1).argmax())
 
 
 def head_data() -> dict[str, Any]:
@@ -85,8 +105,10 @@ def head_data() -> dict[str, Any]:
     about, found = heads()
     projections = subquad.RandomFeatures(MOST_FEATURES).draw(about["width"]).float()
     shown = [{**own, "errors": errors(head)} for own, head in zip(about["heads"], found, strict=True)]
+    methods = {name: {"label": label_of(MAKERS[name](**own)), "settings": own} for name, own in SETTINGS.items()}
+    start = next(i for i, head in enumerate(found) if head.kind == "induction")
     return {
-        **about, "heads": shown, "methods": {name: label_of(method) for name, method in METHODS.items()},
+        **about, "heads": shown, "methods": methods, "start": {"head": start, "row": farthest_look(found[start])},
         "tensors": _base64(BINARY.read_bytes()), "projections": _base64(projections.numpy().astype("<f4").tobytes()),
     }  # fmt: skip
 

@@ -14,7 +14,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 import subquad
-from subquad_lab.report import claims, experiments
+from subquad_lab.report import claims, experiments, head_data, needle_data
 from subquad_lab.report.part import Material, Part
 from subquad_lab.system.text import printable
 from subquad_lab.training.run import Run
@@ -23,8 +23,13 @@ FOLDER = Path(__file__).parent
 ASSETS, VENDOR = FOLDER / "assets", FOLDER / "vendor"
 PARTS = (
     Part("experiments", "Experiments", experiments.plots, scripts=("experiments.js",)),
+    Part(
+        "head", "Look into a head", lambda _: head_data.head_data(),
+        scripts=("head_methods.js", "head_multipole.js", "head_reasons.js", "head.js"),
+    ),
+    Part("needle", "The needle", lambda _: needle_data.needle_data(), scripts=("needle.js",)),
     Part("claims", "The theory, checked", claims.cards, scripts=("claims.js",)),
-)  # in the order of the page
+)  # fmt: skip  # in the order of the page
 
 
 def page(runs: list[Run], theory: Sequence[dict[str, Any]] = (), live: Part | None = None) -> str:

@@ -9,8 +9,6 @@
 // A head is {n, d, q, k, v, scale, logits}: n tokens, width d, rows one after another, logits the lower triangle.
 "use strict";
 
-globalThis.Subquad ??= {};
-
 Subquad.headMethods = (() => {
   const UNSEEN = 0, EXACT = 1, APPROXIMATED = 2;
 

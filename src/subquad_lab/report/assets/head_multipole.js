@@ -4,8 +4,6 @@
 // Texts of the page have fewer segments than GROUPED_FROM_SEGMENTS, so every segment is looked at block by block.
 "use strict";
 
-globalThis.Subquad ??= {};
-
 (() => {
   const { EXACT, APPROXIMATED, dot, logitsOf, softmax, methods } = Subquad.headMethods;
   const BLOCKS_PER_SEGMENT = 16, ROUNDS = 2, LOOKS_PER_READ = 8, MAX_VARIANCE = 1, TINY = 1e-20;
