@@ -22,10 +22,10 @@
     separable: () => "Separable()",
   };
   const RANGES = {
-    size: { text: "window, keys", min: 1, max: 512 }, sinks: { text: "sinks, first keys", min: 0, max: 16 },
+    size: { text: "window", min: 1, max: 512 }, sinks: { text: "sinks", min: 0, max: 16 },
     degree: { text: "degree", min: 1, max: 8 }, features: { text: "features", min: 16, max: 256, step: 16 },
-    window: { text: "window, keys", min: 1, max: 256 }, top: { text: "top, blocks read", min: 0, max: 32 },
-    block: { text: "keys of a block", options: [4, 8, 16] },
+    window: { text: "window", min: 1, max: 256 }, top: { text: "top blocks", min: 0, max: 32 },
+    block: { text: "block size", options: [4, 8, 16] },
   };
   const ABOUT = {
     local: "looks at the last few tokens", sink: "rests on the first token",
@@ -128,7 +128,7 @@
     }
 
     buildQuery() {
-      this.query = slider("query, token", { min: 0, max: this.n - 1, value: this.at.row }, (value) => this.choose(value));
+      this.query = slider("query", { min: 0, max: this.n - 1, value: this.at.row }, (value) => this.choose(value));
       return group("Query: the token that asks", this.query.line,
         element("p", { className: "note" }, "Move the slider with the arrow keys, or click a token of the text."));
     }

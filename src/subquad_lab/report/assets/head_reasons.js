@@ -9,7 +9,7 @@
   const LEAST = 1e-4;
 
   function percent(share) {
-    if (share !== 0 && Math.abs(share) < LEAST) return `below ${100 * LEAST} %`;
+    if (share !== 0 && Math.abs(share) < LEAST) return `less than ${100 * LEAST} %`;
     return `${(100 * share).toLocaleString("en-US", { maximumFractionDigits: Math.abs(share) < 0.1 ? 2 : 1 })} %`;
   }
 
@@ -71,10 +71,12 @@
       const count = row.seen.reduce((total, how) => total + (how === EXACT), 0), all = row.i + 1;
       if (count === all) return `All ${all} keys are near, or in the ${row.read} blocks that are read, so the row is exact.`;
       const held = sumOf(row.exact, isRead), rest = sumOf(row.exact, (j) => !isRead(j));
+      const given = sumOf(row.weights, (j) => !isRead(j));
+      const others = Math.max(given, rest) < LEAST ? `they get ${percent(given)}, as they should`
+        : `they get ${percent(given)} instead of ${percent(rest)}`;
       return `It reads ${count} of ${all} keys one by one: the first and last ones, and ${row.read} of ${row.blocks} blocks of `
         + `similar keys. These keys hold ${percent(held)} of the exact weight. The other ${row.blocks - row.read} blocks are `
-        + `approximated by their moments: they get ${percent(sumOf(row.weights, (j) => !isRead(j)))} instead of `
-        + `${percent(rest)}.`;
+        + `approximated by their moments: ${others}.`;
     },
   };
 

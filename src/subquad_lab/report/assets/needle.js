@@ -12,8 +12,8 @@
       this.at = { length: 1, place: 4 };
       this.place = root.querySelector("[data-place=needle]");
       this.build();
-      this.draw();
       this.place.hidden = false;
+      this.draw(); // which scrolls the text to the needle
     }
 
     length() {
