@@ -36,8 +36,6 @@
     constructor(root, data) {
       this.data = data;
       this.n = data.tokens.length;
-      this.buffer = bytes(data.tensors);
-      this.projections = floats(data.projections);
       this.heads = [];
       this.known = new Map(); // errors of whole heads
       this.kept = {}; // methods that are prepared
@@ -56,6 +54,8 @@
     // ---- what is computed
 
     head() {
+      this.buffer ??= bytes(this.data.tensors);
+      this.projections ??= floats(this.data.projections);
       return (this.heads[this.at.head] ??= Subquad.headMethods.head(this.buffer, this.at.head, this.n, this.data.width));
     }
 
@@ -136,7 +136,7 @@
     buildMethods() {
       this.cells = {};
       const rows = Object.keys(this.settings).map((name) => {
-        const label = element("span");
+        const label = element("span", {}, this.label(name));
         const numbers = Array.from({ length: 5 }, () => element("td", { className: "number" }));
         this.cells[name] = { label, numbers };
         const choice = radio("head-method", label, name === this.at.method, () => {

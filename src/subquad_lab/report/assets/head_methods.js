@@ -15,11 +15,13 @@ Subquad.headMethods = (() => {
   // ---- data
 
   function bytes(base64) {
-    return Uint8Array.from(atob(base64), (letter) => letter.charCodeAt(0)).buffer;
+    const text = atob(base64), found = new Uint8Array(text.length);
+    for (let i = 0; i < text.length; i++) found[i] = text.charCodeAt(i);
+    return found.buffer;
   }
 
   function floats(base64) {
-    return Float64Array.from(new Float32Array(bytes(base64)));
+    return new Float64Array(new Float32Array(bytes(base64)));
   }
 
   // The inverse of `stored` in head_data.py: 8-bit integers, then one float32 scale per token.
@@ -27,7 +29,7 @@ Subquad.headMethods = (() => {
     const integers = new Int8Array(buffer, offset, n * d);
     const scales = new Float32Array(buffer.slice(offset + n * d, offset + n * d + 4 * n));
     // Rounded to float32, as the library has it, and kept in float64, so that all loops see one type of array.
-    return Float64Array.from(integers, (integer, place) => Math.fround(integer * scales[Math.floor(place / d)]));
+    return new Float64Array(integers).map((integer, place) => Math.fround(integer * scales[Math.floor(place / d)]));
   }
 
   function head(buffer, number, n, d) {
@@ -56,17 +58,19 @@ Subquad.headMethods = (() => {
     return new Uint8Array(count).fill(how);
   }
 
+  // In place.
   function normalized(weights) {
     let total = 0;
     for (const weight of weights) total += weight;
-    return total === 0 ? weights.fill(0) : weights.map((weight) => weight / total);
+    for (let j = 0; j < weights.length; j++) weights[j] = total === 0 ? 0 : weights[j] / total;
+    return weights;
   }
 
   // Softmax of logs; -Infinity for keys without weight.
   function softmax(logs) {
     let top = -Infinity;
     for (const log of logs) top = Math.max(top, log);
-    return normalized(Float64Array.from(logs, (log) => Math.exp(log - top)));
+    return normalized(logs.map((log) => Math.exp(log - top)));
   }
 
   // ---- methods
@@ -77,7 +81,7 @@ Subquad.headMethods = (() => {
 
   function window(head, { size, sinks }) {
     return (i) => {
-      const seen = Uint8Array.from({ length: i + 1 }, (_, j) => (i - j < size || j < sinks ? EXACT : UNSEEN));
+      const seen = new Uint8Array(i + 1).map((_, j) => (i - j < size || j < sinks ? EXACT : UNSEEN));
       return { weights: softmax(logitsOf(head, i).map((x, j) => (seen[j] ? x : -Infinity))), seen };
     };
   }
@@ -91,7 +95,7 @@ Subquad.headMethods = (() => {
 
   function taylor(head, { degree }) {
     return (i) => ({
-      weights: normalized(Float64Array.from(logitsOf(head, i), (x) => series(x, degree))),
+      weights: normalized(logitsOf(head, i).map((x) => series(x, degree))),
       seen: allSeen(i + 1, APPROXIMATED),
     });
   }
@@ -113,7 +117,7 @@ Subquad.headMethods = (() => {
     const root = Math.sqrt(head.scale);
     return byFeatures(head, (x) => ({
       count: head.d,
-      values: Float64Array.from(x, (y) => Math.exp(Math.min(root * y, 0)) + Math.max(root * y, 0)),
+      values: x.map((y) => Math.exp(Math.min(root * y, 0)) + Math.max(root * y, 0)),
       logScales: new Float64Array(head.n),
     }));
   }
@@ -142,13 +146,13 @@ Subquad.headMethods = (() => {
     const { n, d } = head, root = Math.sqrt(head.scale);
     const tops = new Float64Array(d).fill(-Infinity); // of all keys: float64 has room for smaller exponents
     head.k.forEach((x, place) => (tops[place % d] = Math.max(tops[place % d], root * x)));
-    const parts = Float64Array.from(head.k, (x, place) => Math.exp(root * x - tops[place % d]));
+    const parts = head.k.map((x, place) => Math.exp(root * x - tops[place % d]));
     const totals = Float64Array.from(parts); // running sums over the keys
     for (let place = d; place < n * d; place++) totals[place] += totals[place - d];
     return (i) => {
-      const shares = softmax(Float64Array.from(head.q.subarray(i * d, (i + 1) * d), (x) => root * x));
+      const shares = softmax(head.q.subarray(i * d, (i + 1) * d).map((x) => root * x));
       for (let c = 0; c < d; c++) shares[c] /= totals[i * d + c];
-      const weights = Float64Array.from({ length: i + 1 }, (_, j) => dot(shares, 0, parts, j * d, d));
+      const weights = new Float64Array(i + 1).map((_, j) => dot(shares, 0, parts, j * d, d));
       return { weights, seen: allSeen(i + 1, APPROXIMATED) };
     };
   }

@@ -97,7 +97,7 @@
     }
     return (i) => {
       const far = blocks.slice(0, finished(i + 1) * BLOCKS_PER_SEGMENT);
-      const query = Float64Array.from(head.q.subarray(i * d, (i + 1) * d), (x) => head.scale * x);
+      const query = head.q.subarray(i * d, (i + 1) * d).map((x) => head.scale * x);
       const square = dot(query, 0, query, 0, d);
       const mean = far.map((own) => dot(query, 0, own.center, 0, d));
       const variance = far.map((own) => square * own.radius ** 2);
