@@ -104,7 +104,7 @@ def main() -> None:
     heads = chosen(model, tokens)
     content = b"".join(stored(x) for head in heads for x in head[-3:])
     if len(content) > LARGEST:
-        raise SystemExit(f"{STORY.name}: expected a text whose heads take at most {LARGEST:,} bytes, got {len(content):,}")
+        raise SystemExit(f"{STORY.name}: expected heads of at most {LARGEST:,} bytes, got {len(content):,}")
     width = heads[0].query.shape[1]
     shown = unstored(content, tokens.shape[1], width, len(heads))
     about = {

@@ -24,7 +24,8 @@ COMPUTE = """([cases, rows]) => {
   const data = JSON.parse(document.getElementById("data-head").textContent), own = Subquad.headMethods;
   const buffer = own.bytes(data.tensors), projections = own.floats(data.projections), found = [];
   data.heads.forEach((_, number) => {
-    const head = own.head(buffer, number, data.tokens.length, data.width), exact = own.outputs(head, own.methods.exact(head));
+    const head = own.head(buffer, number, data.tokens.length, data.width);
+    const exact = own.outputs(head, own.methods.exact(head));
     for (const [name, settings] of cases) {
       const method = own.methods[name](head, {...settings, projections}), outputs = own.outputs(head, method);
       found.push({

@@ -27,12 +27,11 @@ def test_numbers_are_stored_to_half_a_step():
     for x, y in zip(tensors, back, strict=True):
         step = x.abs().amax(-1, keepdim=True) / 127
         assert ((x - y).abs() <= 0.5001 * step).all()
-        assert torch.equal(torch.cat([*unstored(b"".join(map(stored, back)), 5, 8, 1)][0]), torch.cat(back))
 
 
 def test_a_cut_file_is_refused():
-    with pytest.raises(ValueError, match="heads.bin: expected 156 bytes, got 155"):
-        next(unstored(bytes(155), 5, 8, 1))
+    with pytest.raises(ValueError, match=r"heads\.bin: expected 180 bytes, got 179"):
+        next(unstored(bytes(179), 5, 8, 1))
 
 
 def test_the_shipped_heads_belong_to_the_shipped_text(found):
