@@ -189,7 +189,7 @@
 
     legend() {
       const marks = [["w", "weight"], ["1", HOW[EXACT]], ["2", HOW[APPROXIMATED]]].map(([mark, text]) =>
-        element("li", {}, element("span", { className: `mark mark-${mark}` }, " "), text));
+        element("li", {}, element("span", { className: `mark mark-${mark}` }, "\u00a0"), text));
       return element("ul", { className: "head-legend" }, ...marks, element("li", {}, "gray: not read, or later than the query"));
     }
 
