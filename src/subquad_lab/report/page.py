@@ -25,9 +25,9 @@ PARTS = (
     Part("experiments", "Experiments", experiments.plots, scripts=("experiments.js",)),
     Part(
         "head", "Look into a head", lambda _: head_data.head_data(),
-        scripts=("head_methods.js", "head_multipole.js", "head_reasons.js", "head.js"),
+        scripts=("controls.js", "head_methods.js", "head_multipole.js", "head_reasons.js", "head.js"),
     ),
-    Part("needle", "The needle", lambda _: needle_data.needle_data(), scripts=("needle.js",)),
+    Part("needle", "The needle", lambda _: needle_data.needle_data(), scripts=("controls.js", "needle.js")),
     Part("claims", "The theory, checked", claims.cards, scripts=("claims.js",)),
 )  # fmt: skip  # in the order of the page
 
@@ -47,7 +47,7 @@ def page(runs: list[Run], theory: Sequence[dict[str, Any]] = (), live: Part | No
     shown = [] if live is None else [(live, live.data(material))]
     shown += [(part, data) for part in PARTS if (data := part.data(material)) is not None]
     scripts = [VENDOR / "uplot.js", ASSETS / "subquad.js", ASSETS / "plot.js"]
-    scripts += [ASSETS / name for part, _ in shown for name in part.scripts]
+    scripts += dict.fromkeys(ASSETS / name for part, _ in shown for name in part.scripts)  # Parts may share one.
     styles = [VENDOR / "uplot.css", ASSETS / "page.css"]
     styles += [file for part, _ in shown if (file := ASSETS / f"{part.name}.css").is_file()]
     code = [embedded(file.read_text()) for file in (*scripts, ASSETS / "boot.js")]

@@ -5,6 +5,7 @@
 
 (() => {
   const { element } = Subquad;
+  const { group, radio, scrolled, slider } = Subquad.controls;
   const { APPROXIMATED, EXACT, UNSEEN, bytes, error, floats, methods, output, outputs } = Subquad.headMethods;
   const { CLOSE, largestOf, percent, reasons } = Subquad.headReasons;
   const HOW = { [EXACT]: "read exactly", [APPROXIMATED]: "approximated", [UNSEEN]: "not read" };
@@ -274,39 +275,6 @@
       this.hover.textContent = j >= weights.length ? `${this.name(j)}: later than the query`
         : `${this.name(j)}: exact ${percent(this.exactRow.weights[j])}, ${this.label(this.at.method)} ${percent(weights[j])}, ${HOW[seen[j]]}`;
     }
-  }
-
-  // ---- controls
-
-  function group(title, ...children) {
-    return element("fieldset", {}, element("legend", {}, title), ...children);
-  }
-
-  function scrolled(label, table) {
-    const box = element("div", { className: "scroll", tabIndex: 0 }, table);
-    box.setAttribute("role", "region");
-    box.setAttribute("aria-label", label);
-    return box;
-  }
-
-  function radio(name, label, checked, choose, ...more) {
-    const input = element("input", { type: "radio", name, checked });
-    input.addEventListener("change", choose);
-    return element("label", {}, input, " ", label, ...more);
-  }
-
-  /** A line with a label, a range or a choice, and its value. */
-  function slider(text, { options, value, min, max, step = 1 }, change) {
-    const input = options ? element("select", {}, ...options.map((option) => element("option", { value: option }, String(option))))
-      : element("input", { type: "range", min, max, step });
-    input.value = value;
-    const shown = element("output", {}, options ? "" : String(value));
-    input.addEventListener("input", () => {
-      if (!options) shown.textContent = input.value;
-      change(Number(input.value));
-    });
-    const line = element("label", { className: "head-range" }, element("span", {}, text), input, shown);
-    return { line, set: (next) => { input.value = next; }, show: (next) => { shown.textContent = next; } };
   }
 
   Subquad.parts.head = (root, data) => new Explorer(root, data);

@@ -3,6 +3,7 @@
 
 (() => {
   const { element } = Subquad;
+  const { group, radio, scrolled, slider } = Subquad.controls;
   const percent = (share) => `${(100 * share).toFixed(share < 0.1 ? 1 : 0)} %`;
   const count = (number) => number.toLocaleString("en-US");
 
@@ -41,33 +42,27 @@
     }
 
     buildLengths() {
-      const choices = this.data.lengths.map((length, i) => {
-        const input = element("input", { type: "radio", name: "needle-length", checked: i === this.at.length });
-        input.addEventListener("change", () => {
-          this.at.length = i;
-          this.draw();
-        });
-        return element("label", {}, input, ` ${count(length.tokens)} tokens `);
-      });
-      return element("fieldset", {}, element("legend", {}, "Length of the text"), ...choices);
+      const choices = this.data.lengths.map((length, i) => radio("needle-length", `${count(length.tokens)} tokens`, i === this.at.length, () => {
+        this.at.length = i;
+        this.draw();
+      }));
+      return group("Length of the text", element("div", { className: "needle-lengths" }, ...choices));
     }
 
     buildPlace() {
-      const last = this.length().places.length - 1;
-      const input = element("input", { type: "range", min: 0, max: last, step: 1 });
-      input.value = this.at.place;
-      this.shown = element("output");
-      input.addEventListener("input", () => {
-        this.at.place = Number(input.value);
+      const range = { min: 0, max: this.length().places.length - 1, value: this.at.place };
+      this.depth = slider("depth", range, (place) => {
+        this.at.place = place;
         this.draw();
       });
-      return element("fieldset", {}, element("legend", {}, "Place of the needle"),
-        element("label", { className: "needle-range" }, element("span", {}, "depth"), input, this.shown));
+      this.where = element("p", { className: "note" });
+      return group("Place of the needle", this.depth.line, this.where);
     }
 
     draw() {
       const length = this.length(), place = length.places[this.at.place];
-      this.shown.textContent = `${Math.round(100 * place.depth)} %: ${count(length.tokens - place.token)} tokens before the end`;
+      this.depth.show(`${Math.round(100 * place.depth)} %`);
+      this.where.textContent = `${count(length.tokens - place.token)} tokens before the end`;
       this.drawText(length, place);
       this.drawAnswers(place);
       this.drawGrid(length);
@@ -107,13 +102,6 @@
       this.grid.replaceChildren(element("caption", {}, `All places in ${count(length.tokens)} tokens`),
         element("thead", {}, element("tr", {}, element("th", { scope: "col" }, "method"), ...depths)), element("tbody", {}, ...rows));
     }
-  }
-
-  function scrolled(label, table) {
-    const box = element("div", { className: "scroll", tabIndex: 0 }, table);
-    box.setAttribute("role", "region");
-    box.setAttribute("aria-label", label);
-    return box;
   }
 
   Subquad.parts.needle = (root, data) => new Needle(root, data);
