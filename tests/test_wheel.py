@@ -13,7 +13,7 @@ USE = """
 import torch, subquad
 import importlib.resources
 report = importlib.resources.files("subquad_lab.report")
-for name in ("page.html", "parts/claims.html", "assets/page.css", "vendor/uplot.js", "vendor/uplot.LICENSE"):
+for name in ("page.html", "parts/claims.html", "assets/page.css", "data/heads.bin", "vendor/uplot.js", "vendor/uplot.LICENSE"):
     assert (report / name).is_file(), name
 from subquad import Taylor, attention, native
 q = k = v = torch.ones(1, 2, 300, 8)

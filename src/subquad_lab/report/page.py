@@ -14,7 +14,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 import subquad
-from subquad_lab.report import claims, cost_data, experiments, summary
+from subquad_lab.report import claims, cost_data, experiments, head_data, needle_data, summary
 from subquad_lab.report.part import Material, Part
 from subquad_lab.system.text import printable
 from subquad_lab.training.run import Run
@@ -24,8 +24,13 @@ ASSETS, VENDOR = FOLDER / "assets", FOLDER / "vendor"
 PARTS = (
     Part("experiments", "Experiments", experiments.plots, scripts=("experiments.js",)),
     Part("cost", "What would it cost?", cost_data.data, scripts=("python.js", "cost.js"), written=cost_data.model),
+    Part(
+        "head", "Look into a head", lambda _: head_data.head_data(),
+        scripts=("controls.js", "head_methods.js", "head_multipole.js", "head_reasons.js", "head.js"),
+    ),
+    Part("needle", "The needle", lambda _: needle_data.needle_data(), scripts=("controls.js", "needle.js")),
     Part("claims", "The theory, checked", claims.cards, scripts=("claims.js",)),
-)  # in the order of the page
+)  # fmt: skip  # in the order of the page
 
 
 def page(runs: list[Run], theory: Sequence[dict[str, Any]] = (), live: Part | None = None) -> str:
@@ -43,7 +48,8 @@ def page(runs: list[Run], theory: Sequence[dict[str, Any]] = (), live: Part | No
     shown = [] if live is None else [(live, live.data(material))]
     shown += [(part, data) for part in PARTS if (data := part.data(material)) is not None]
     scripts = [VENDOR / "uplot.js", ASSETS / "subquad.js", ASSETS / "plot.js"]
-    scripts += [ASSETS / name for part, _ in shown for name in part.scripts]
+    # Parts may share a script.
+    scripts += dict.fromkeys(ASSETS / name for part, _ in shown for name in part.scripts)
     written = [part.written() for part, _ in shown if part.written is not None]
     boot = (ASSETS / "boot.js").read_text()
     styles = [VENDOR / "uplot.css", ASSETS / "page.css"]
