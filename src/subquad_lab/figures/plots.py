@@ -43,14 +43,17 @@ def curves(run: Logged, experiment: Measured) -> bytes:
 
 
 def compared(groups: Mapping[str, Sequence[Logged]], experiment: Measured) -> bytes:
-    """Plot training loss and validation measure against the epoch, with a line for the mean of each group of runs."""
+    """Plot training loss and validation measure against the epoch: the mean of each group of runs, and its range."""
     figure, both = axes_of(2)
     measure = experiment.measure
     for name, runs in groups.items():
-        label = plain(name)
-        for axes, points in zip(both, by_epoch(runs, measure), strict=True):
-            if points:
-                axes.plot(*zip(*points, strict=True), "o-", markersize=3, label=label)
+        for axes, found in zip(both, values_by_epoch(runs, measure), strict=True):
+            if found:
+                epochs, values = list(found), list(found.values())
+                (line,) = axes.plot(epochs, list(map(fmean, values)), "o-", markersize=3, label=plain(name))
+                if len(runs) > 1:
+                    lowest, highest = list(map(min, values)), list(map(max, values))
+                    axes.fill_between(epochs, lowest, highest, color=line.get_color(), alpha=0.2, linewidth=0)
     both[0].set(ylabel=f"training {loss_label(experiment)}")
     both[1].set(ylabel=f"validation {measure.replace('_', ' ')}")
     for axes in both:
@@ -90,7 +93,13 @@ def by_factors(axes: Any) -> None:
 
 
 def by_epoch(runs: Sequence[Logged], measure: str) -> tuple[Points, Points]:
-    """Return the mean training loss since the previous evaluation, and the measure, at each evaluation.
+    """Return the mean over runs of what `values_by_epoch` returns."""
+    losses, measures = values_by_epoch(runs, measure)
+    return [(e, fmean(values)) for e, values in losses.items()], [(e, fmean(values)) for e, values in measures.items()]
+
+
+def values_by_epoch(runs: Sequence[Logged], measure: str) -> tuple[dict[float, list[float]], dict[float, list[float]]]:
+    """Return the mean training loss since the previous evaluation, and the measure, of each run at each evaluation.
 
     If runs stop early, the curves end with the first of them: later means would cover different runs.
     """
@@ -106,11 +115,11 @@ def by_epoch(runs: Sequence[Logged], measure: str) -> tuple[Points, Points]:
                 if since:
                     losses.setdefault(line["epoch"], []).append(fmean(since))
                 since = []
-    return _means(losses, len(runs)), _means(measures, len(runs))
+    return _of_all(losses, len(runs)), _of_all(measures, len(runs))
 
 
-def _means(found: dict[float, list[float]], count: int) -> Points:
-    return [(epoch, fmean(values)) for epoch, values in sorted(found.items()) if len(values) == count]
+def _of_all(found: dict[float, list[float]], count: int) -> dict[float, list[float]]:
+    return {epoch: values for epoch, values in sorted(found.items()) if len(values) == count}
 
 
 def smoothed(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:

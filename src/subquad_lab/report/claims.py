@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from subquad_lab import UsageError
+from subquad_lab.report.part import Material
 from subquad_lab.system.files import MAX_JSON_BYTES
 from subquad_lab.system.regular_file import read_regular
 from subquad_lab.theory.claims import figure as figure_of
@@ -42,3 +43,8 @@ def _is_claim(row: Any) -> bool:
             for check in row["checks"]
         )
     )
+
+
+def cards(material: Material) -> list[dict[str, Any]] | None:
+    """Return the data of the cards, or None without claims."""
+    return [{"number": claim["number"]} for claim in material.claims] or None

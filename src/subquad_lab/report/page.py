@@ -1,9 +1,12 @@
-"""The HTML report about runs, generated from their records. It is self-contained and loads nothing."""
+"""The HTML report: one file that contains its scripts, styles, data and pictures, and loads nothing.
 
-import os
-import warnings
+The content security policy allows exactly the scripts and styles that this file puts in, by their hashes.
+"""
+
+import base64
+import hashlib
+import json
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,130 +14,85 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 import subquad
-from subquad_lab import UsageError
-from subquad_lab.experiments import EXPERIMENTS, experiment_named
-from subquad_lab.experiments.stored import experiment_of
-from subquad_lab.figures import intervals
-from subquad_lab.figures.plots import compared, curves
+from subquad_lab.report import claims, experiments
+from subquad_lab.report.part import Material, Part
 from subquad_lab.system.text import printable
-from subquad_lab.training.experiment import Experiment
-from subquad_lab.training.run import CONFIG, Run
+from subquad_lab.training.run import Run
 
-PAGE = "page.html"
+FOLDER = Path(__file__).parent
+ASSETS, VENDOR = FOLDER / "assets", FOLDER / "vendor"
+PARTS = (
+    Part("experiments", "Experiments", experiments.plots, scripts=("experiments.js",)),
+    Part("claims", "The theory, checked", claims.cards, scripts=("claims.js",)),
+)  # in the order of the page
 
 
-def page(runs: list[Run], theory: Sequence[dict[str, Any]] = ()) -> str:
-    """Return the report as HTML. Text from records is escaped; plots are drawn here from the metrics.
+def page(runs: list[Run], theory: Sequence[dict[str, Any]] = (), live: Part | None = None) -> str:
+    """Return the report as HTML. Text from records is escaped; plots are drawn from the metrics.
 
     A damaged run is listed, with a warning, and left out; a UsageError is raised if no other run is left.
+
+    Args:
+        runs: Runs to report.
+        theory: Checked claims, from `claims.claims`.
+        live: A part that receives news from a server: the page that contains it may connect to where it came from.
     """
-    root = Path(os.path.commonpath([run.folder.resolve().parent for run in runs]))
-    if (root / CONFIG).is_file():  # Include the name of a series, which says more than those of its seeds.
-        root = root.parent
-    named = {str(run.folder.resolve().relative_to(root)): run for run in runs}  # Two seeds may share the last name.
-    groups: dict[str, dict[str, Run]] = {name: {} for name in EXPERIMENTS}  # in this order
-    entries: dict[str, dict[str, Any]] = {}
-    damaged: dict[str, str] = {}
-    for number, (place, run) in enumerate(named.items(), 1):
-        try:
-            experiment = experiment_named(run.about()["experiment"])
-            entries[place] = entry(place, run, f"{experiment.name}-{number}")
-            groups[experiment.name][place] = run
-        except (UsageError, OSError) as error:
-            damaged[place] = str(error)
-    if not entries:
-        raise UsageError(next(iter(damaged.values())))
-    for place, reason in damaged.items():
-        warnings.warn(f"{named[place].folder} is damaged and left out: {reason}", stacklevel=2)
-    sections = [section(EXPERIMENTS[name], own, entries) for name, own in groups.items() if own]
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined,
+    sections, damaged = experiments.sections(runs)
+    material = Material(sections, damaged, theory)
+    shown = [] if live is None else [(live, live.data(material))]
+    shown += [(part, data) for part in PARTS if (data := part.data(material)) is not None]
+    scripts = [VENDOR / "uplot.js", ASSETS / "subquad.js", ASSETS / "plot.js"]
+    scripts += [ASSETS / name for part, _ in shown for name in part.scripts]
+    styles = [VENDOR / "uplot.css", ASSETS / "page.css"]
+    styles += [file for part, _ in shown if (file := ASSETS / f"{part.name}.css").is_file()]
+    code = [embedded(file.read_text()) for file in (*scripts, ASSETS / "boot.js")]
+    design = [embedded(file.read_text()) for file in styles]
+    return environment().get_template("page.html").render(
+        parts=shown, material=material, version=subquad.__version__, scripts=code, styles=design,
+        policy=policy(code, design, "'none'" if live is None else "'self'"),
+        license=(VENDOR / "uplot.LICENSE").read_text(),
+    )  # fmt: skip
+
+
+def environment() -> Environment:
+    """Return the templates, which escape all text and show control characters."""
+    found = Environment(
+        loader=FileSystemLoader(FOLDER), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
+        lstrip_blocks=True,
         finalize=lambda value: printable(value) if isinstance(value, str) and not isinstance(value, Markup) else value,
     )  # fmt: skip
-    return environment.get_template(PAGE).render(
-        sections=sections, damaged=damaged, theory=theory, version=subquad.__version__
+    found.filters["json"] = as_json
+    return found
+
+
+def policy(scripts: Sequence[Markup], styles: Sequence[Markup], connect: str) -> str:
+    """Return the content security policy of the page."""
+    code, design = (" ".join(map(hash_of, contents)) for contents in (scripts, styles))
+    return (
+        f"default-src 'none'; script-src {code}; style-src {design}; img-src data:; connect-src {connect}; "
+        "base-uri 'none'; form-action 'none'"
     )
 
 
-def section(experiment: Experiment[Any], runs: dict[str, Run], entries: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    name, measure = experiment.name, experiment.measure
-    groups = by_series(runs)
-    together = inline(compared(groups, experiment), f"{name}-0") if len(runs) > 1 else ""
-    pictures = experiment.shared_pictures(groups) if len(runs) > 1 else {}
-    seeds = [over_seeds(group, found, measure) for group, found in groups.items() if len(found) > 1]
-    shared = [inline(picture, f"{name}-shared-{i}") for i, picture in enumerate(pictures.values())]
-    return {"name": name, "question": experiment.question, "measure": measure, "seeds": seeds, "together": together,
-            "shared": shared, "entries": [entries[place] for place in runs],
-            "published": experiment.published}  # fmt: skip
+def hash_of(content: str) -> str:
+    """Return the source expression that allows an inline script or style."""
+    return f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
 
 
-def by_series(runs: dict[str, Run]) -> dict[str, list[Run]]:
-    """Group runs that differ only in their seed by their common folder; other runs form their own group."""
-    groups: dict[Any, dict[str, Run]] = {}
-    for place, run in runs.items():
-        experiment, config = experiment_of(run)
-        data = str(run.about()["data"].get("sha256"))
-        key = experiment.name, str(Path(place).parent), replace(config, seed=0), data
-        seeds = {experiment_of(other)[1].seed for other in groups.get(key, {}).values()}
-        groups.setdefault((*key, place) if config.seed in seeds else key, {})[place] = run
-    named = {}
-    for (_, parent, *_), found in groups.items():
-        places = list(found)
-        several = f"{parent if parent != '.' else places[0]}, {len(places)} seeds"
-        named[places[0] if len(places) == 1 or several in named else several] = list(found.values())
-    return named
+def embedded(code: str) -> Markup:
+    """Return a file of this package as the content of a script or style element."""
+    if "</" in code.lower().replace("</svg", "") or "<!--" in code:
+        raise ValueError("a script or style must not contain '</' or '<!--', which could end its element")
+    return Markup(code)
 
 
-def over_seeds(group: str, runs: list[Run], measure: str) -> dict[str, str]:
-    """Return the mean over seeds with its interval, or "not finished" if a run is not finished."""
-    results = [run.result() for run in runs]
-    row = {"name": group}
-    for part in ("valid", "test"):
-        values = [result[part].get(measure) for result in results if result is not None]
-        whole = len(values) == len(runs) and None not in values
-        row[part] = intervals.shown(values, measure) if whole else "not finished"
-    return row
+def as_json(data: Any) -> Markup:
+    r"""Return data as JSON that cannot end the script element that contains it.
 
-
-def entry(name: str, run: Run, mark: str) -> dict[str, Any]:
-    about, result = run.about(), run.result() or {}
-    experiment, config = experiment_of(run)
-    measure, pictures = experiment.measure, [curves(run, experiment), *experiment.pictures(run, config).values()]
-    return {
-        "name": name,
-        "label": experiment.label(config),
-        "data": {key: readable(value) for key, value in about["data"].items()},
-        "parameters": {key: readable(value) for key, value in about["parameters"].items()},
-        "versions": about["versions"],
-        "config": {key: value for key, value in vars(config).items() if value is not None},
-        "valid": figure(result.get("valid"), measure),
-        "test": figure(result.get("test"), measure),
-        "seconds": f"{result['seconds']:,.1f}" if isinstance(result.get("seconds"), int | float) else "not finished",
-        "steps": max((int(line["step"]) for line in run.metrics()), default=0),
-        "table": experiment.table(run),
-        "pictures": [inline(picture, f"{mark}-{i}") for i, picture in enumerate(pictures)],
-    }
-
-
-def readable(value: Any) -> Any:
-    """Format lists and dictionaries without brackets, and integers with commas."""
-    if isinstance(value, dict):
-        return ", ".join(f"{key} {readable(entry)}" for key, entry in value.items())
-    if isinstance(value, list):
-        return ", ".join(str(readable(entry)) for entry in value)
-    return f"{value:,}" if type(value) is int else value
-
-
-def figure(found: Any, name: str) -> str:
-    value = found.get(name) if isinstance(found, dict) else None
-    if not isinstance(value, int | float):
-        return "not finished"
-    return f"{value:,.2f}" if value >= 10 else f"{value:.4f}"
-
-
-def inline(svg: bytes, mark: str) -> Markup:
-    """Return a plot as an inline SVG element, with ids that are unique on the page."""
-    text = svg[svg.index(b"<svg") :].decode()
-    for before, after in (('id="', f'id="{mark}-'), ("url(#", f"url(#{mark}-"), ('href="#', f'href="#{mark}-')):
-        text = text.replace(before, after)
+    >>> print(as_json({"name": "</script>&"}))
+    {"name":"\u003c/script\u003e\u0026"}
+    """
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)  # ASCII: U+2028 and U+2029 are escaped
+    for character in "<>&":
+        text = text.replace(character, f"\\u{ord(character):04x}")
     return Markup(text)

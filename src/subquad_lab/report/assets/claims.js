@@ -1,0 +1,2 @@
+"use strict";
+Subquad.parts.claims = () => {};
