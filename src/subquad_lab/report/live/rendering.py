@@ -81,16 +81,16 @@ def _files(runs: Iterable[Run]) -> list[tuple[str, int, int]]:
 
 
 def _page(runs: dict[str, Run], refused: dict[str, str]) -> str:
-    """Return the page; one without runs if there are none, or none that can be read."""
-    finished = sorted(place for place, run in runs.items() if _is_finished(run))
-    part = Part("live", "Live", lambda material: {"finished": finished, "refused": refused}, scripts=("live.js",))
+    """Return the page; it need not have any run."""
+    states = {place: _state(run) for place, run in runs.items()} | dict.fromkeys(refused, "damaged")
+    part = Part("live", "Live", lambda _: {"states": states, "refused": refused}, scripts=("live.js",))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # Damaged runs are on the page.
+        warnings.simplefilter("ignore")  # The page lists the damaged runs.
         return page(list(runs.values()), live=part)
 
 
-def _is_finished(run: Run) -> bool:
+def _state(run: Run) -> str:
     try:
-        return run.result() is not None
+        return "unfinished" if run.result() is None else "finished"
     except (UsageError, OSError):
-        return False
+        return "damaged"

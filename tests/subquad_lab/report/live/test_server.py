@@ -113,7 +113,7 @@ def test_no_host_and_two_hosts_are_refused(server):
     ["/..%2f..%2fetc/passwd", "/../../etc/passwd", "/%2e%2e/%2e%2e/etc/passwd", "//etc/passwd", "/etc/passwd", "/%00",
      "/run.json%00.html", "/\\..\\..\\etc", "http://example.com/", "http://127.0.0.1/", "file:///etc/passwd", "*",
      "/language-001/run.json", "/outside/secret", "/linked", "/events/", "/events?", "/?x", "/#", "/index.html",
-     "/%2e", "/./", "//", "/%", "/\xff"],
+     "/%2e", "/./", "/%", "/\xff"],
 )  # fmt: skip
 def test_no_path_leads_to_a_file(server, root, path):
     (root.parent / "outside").mkdir()
