@@ -1,5 +1,6 @@
 """The command that produced a number, so that a reader can run it again."""
 
+import json
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
@@ -39,4 +40,4 @@ def _differing(config: Training, base: Training) -> list[str]:
 
 
 def _as_option(value: Any) -> str:
-    return {None: "null", True: "true", False: "false"}.get(value) or shlex.quote(str(value))
+    return json.dumps(value) if value is None or isinstance(value, bool) else shlex.quote(str(value))

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
-from urllib.parse import quote
 
 from subquad_lab import UsageError
 from subquad_lab.experiments import EXPERIMENTS, experiment_named
@@ -16,6 +15,7 @@ from subquad_lab.figures import intervals
 from subquad_lab.figures.plots import compared, loss_label, values_by_epoch
 from subquad_lab.report.command import train_command
 from subquad_lab.report.part import Material
+from subquad_lab.report.picture import image
 from subquad_lab.system.text import printable
 from subquad_lab.training.experiment import Experiment
 from subquad_lab.training.run import CONFIG, Run
@@ -55,8 +55,19 @@ def section(experiment: Experiment[Any], runs: dict[str, Run], entries: dict[str
         "published": experiment.published,
         "plots": curves(groups, experiment), "static": image(compared(groups, experiment), "learning curves"),
         "shared": [image(picture, name) for name, picture in shared.items()],
-        "groups": {name: [entries[places[id(run)]] for run in found] for name, found in groups.items()},
+        "groups": {
+            name: in_detail([entries[places[id(run)]] for run in found], experiment) for name, found in groups.items()
+        },
     }  # fmt: skip
+
+
+def in_detail(entries: list[dict[str, Any]], experiment: Experiment[Any]) -> dict[str, Any]:
+    """Return what the page shows of runs that differ only in their seed: all results, and more about the best run."""
+    finished = [entry for entry in entries if experiment.measure in entry["results"]["valid"]]
+    choose = max if experiment.higher_is_better else min
+    best = choose(finished, key=lambda entry: entry["results"]["valid"][experiment.measure], default=entries[0])
+    metrics = [(part, name) for part in ("valid", "test") for name in best["results"][part]]
+    return {"entries": entries, "best": best, "metrics": metrics}
 
 
 def plots(material: Material) -> dict[str, Any]:
@@ -87,8 +98,11 @@ def row(name: str, runs: list[Run], experiment: Experiment[Any]) -> dict[str, An
     configs = [experiment_of(run)[1] for run in runs]
     seconds = [result["seconds"] for result in results if isinstance(result.get("seconds"), int | float)]
     whole = len(results) == len(runs)
+    scores = [result["valid"][experiment.measure] for result in results if experiment.measure in result["valid"]]
     return {
         "name": name,
+        "seeds": len(runs),
+        "score": fmean(scores) if len(scores) == len(runs) else None,
         "label": experiment.label(configs[0]),
         "data": about["data"].get("name", ""),
         "parameters": about["parameters"]["total"],
@@ -160,9 +174,3 @@ def readable(value: Any) -> Any:
     if isinstance(value, list):
         return ", ".join(str(readable(entry)) for entry in value)
     return f"{value:,}" if type(value) is int else value
-
-
-def image(svg: bytes, text: str) -> dict[str, str]:
-    """Return an SVG as the source of an image, in which nothing can run, with its alternative text."""
-    content = svg[svg.index(b"<svg") :].decode().replace("\n", " ").replace('"', "'")
-    return {"source": f"data:image/svg+xml,{quote(content, safe=' !()*,-./:;=?@[]_{|}~+')}", "text": text}

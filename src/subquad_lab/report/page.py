@@ -15,7 +15,7 @@ from markupsafe import Markup
 
 import subquad
 from subquad_lab import UsageError
-from subquad_lab.report import claims, experiments
+from subquad_lab.report import claims, experiments, summary
 from subquad_lab.report.part import Material, Part
 from subquad_lab.system.text import printable
 from subquad_lab.training.run import Run
@@ -53,6 +53,7 @@ def page(runs: list[Run], theory: Sequence[dict[str, Any]] = (), live: Part | No
     design = [embedded(file.read_text()) for file in styles]
     return environment().get_template("page.html").render(
         parts=shown, material=material, version=subquad.__version__, scripts=code, styles=design,
+        headlines=summary.headlines(material), machine=summary.environment(), runs=summary.what_was_run(material),
         policy=policy(code, design, "'none'" if live is None else "'self'"),
         license=(VENDOR / "uplot.LICENSE").read_text(),
     )  # fmt: skip

@@ -1,10 +1,14 @@
 """The report: every run, published figures apart, nothing executed, no request."""
 
+import base64
+import hashlib
 import json
 import re
+import shlex
 import shutil
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,18 +18,29 @@ from subquad_lab.experiments.language import EXPERIMENT
 
 
 class Page(HTMLParser):
-    """Every element and attribute, and the text."""
+    """Every element and attribute, the text that is seen, and the data of the scripts."""
 
     def __init__(self) -> None:
         super().__init__()
         self.elements: list[tuple[str, dict[str, str | None]]] = []
         self.text = ""
+        self.code: list[str] = []
+        self.data: dict[str, Any] = {}
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.elements.append((tag, dict(attrs)))
 
     def handle_data(self, data: str) -> None:
-        self.text += data
+        tag, attributes = self.elements[-1] if self.elements else ("", {})
+        if self.cdata_elem is None:
+            self.text += data
+        elif attributes.get("type") == "application/json":
+            self.data[attributes["id"]] = json.loads(data)
+        else:
+            self.code.append(data)
+
+    def all_of(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for found, attributes in self.elements if found == tag]
 
 
 def page_of(file: Path) -> Page:
@@ -43,12 +58,11 @@ def test_the_report_shows_every_run_and_tells_published_figures_apart(trained, o
     assert f"{result['test']['perplexity']:,.2f}" in page.text
     assert "language-001" in page.text
     assert "language-002" in page.text
-    assert sum(tag == "svg" for tag, _ in page.elements) == 3  # both curves, and one of both
-    rows = [attributes for tag, attributes in page.elements if tag == "tr"]
-    published = [row for row in rows if row.get("class") == "published"]
+    assert len(page.all_of("img")) == 1  # the curves of both, which are shown without scripts
+    published = [row for row in page.all_of("tr") if row.get("class") == "published"]
     assert len(published) == len(EXPERIMENT.published)
-    assert "published: sigmoid RNN" in page.text
-    assert "Results on different data cannot be compared" in page.text
+    assert "sigmoid RNN" in page.text
+    assert "results on different data cannot be compared" in " ".join(page.text.split())
     ids = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
     assert len(ids) == len(set(ids))
 
@@ -66,23 +80,64 @@ def test_a_series_a_comparison_or_a_sweep_is_reported_by_its_folder(options, tmp
     main(["train", "language", *options, "--seeds=2"])
     out = tmp_path / "report.html"
     assert main(["report", str(tmp_path / "runs" / "language-001"), "--out", str(out)]) == 0
-    assert "language-001, 2 seeds" in page_of(out).text
+    page = page_of(out)
+    assert "language-001, 2 seeds" in page.text
+    command = re.search(r"subquad train language .*", page.text)[0]
+    assert "--seeds 2" in command and "--width 8" in command and "--seed " not in command
+    (curve,) = page.data["data-experiments"]["language-measure"]["series"]
+    finals = [float(json.loads(file.read_text().splitlines()[-1])["valid/perplexity"])
+              for file in (tmp_path / "runs").rglob("metrics.jsonl")]  # fmt: skip
+    assert (curve["low"][-1], curve["high"][-1]) == (min(finals), max(finals))
+    assert curve["y"][-1] == pytest.approx(sum(finals) / 2)
+
+
+def test_the_command_of_a_run_makes_the_same_config(options, tmp_path, capfd):
+    main(["train", "language", *options, "--tied=false", "--clip=null", "--seed=7"])
+    out = tmp_path / "report.html"
+    assert main(["report", "--root", str(tmp_path / "runs"), "--out", str(out)]) == 0
+    command = re.search(r"subquad (train language .*)", page_of(out).text)[1]
+    assert main([*shlex.split(command), "--out", str(tmp_path / "again")]) == 0
+    one, other = ((tmp_path / root / "language-001/config.yaml").read_text() for root in ("runs", "again"))
+    assert one == other
 
 
 def test_nothing_on_the_page_asks_another_machine(trained, tmp_path):
     out = tmp_path / "report.html"
     assert main(["report", str(trained), "--out", str(out)]) == 0
-    for tag, attributes in page_of(out).elements:
-        assert tag not in ("script", "link", "iframe", "object", "embed", "img")
-        for name, value in attributes.items():
-            if name in ("src", "href", "xlink:href", "action", "data"):
-                assert value.startswith("#"), (tag, name, value)
-            assert not name.startswith("on")
-    assert "default-src 'none'" in out.read_text()
+    page = page_of(out)
+    assert_loads_nothing(page)
+    assert "default-src 'none'" in policy_of(page)
     assert not re.search(r"url\((?!#)|@import", out.read_text())
 
 
+def assert_loads_nothing(page: Page) -> None:
+    for tag, attributes in page.elements:
+        assert tag not in ("link", "iframe", "object", "embed", "svg")
+        for name, value in attributes.items():
+            if name in ("src", "href", "xlink:href", "action", "data"):
+                assert value.startswith(("#", "data:image/svg+xml,") if tag == "img" else "#"), (tag, name, value)
+            assert not name.startswith("on") and name != "style"
+
+
+def policy_of(page: Page) -> str:
+    (found,) = [meta["content"] for meta in page.all_of("meta") if "http-equiv" in meta]
+    return found
+
+
+def test_the_policy_allows_exactly_the_scripts_and_styles_of_the_page(trained, tmp_path):
+    out = tmp_path / "report.html"
+    assert main(["report", str(trained), "--out", str(out)]) == 0
+    page = page_of(out)
+    hashes = [f"'sha256-{base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()}'" for code in page.code]
+    rules = dict(rule.split(" ", 1) for rule in policy_of(page).split("; "))
+    assert sorted(f"{rules['script-src']} {rules['style-src']}".split()) == sorted(hashes)
+    assert "unsafe" not in policy_of(page) and rules["connect-src"] == "'none'"
+
+
 def test_text_of_records_is_escaped(trained, tmp_path):
+    out = tmp_path / "report.html"
+    assert main(["report", str(trained), "--out", str(out)]) == 0
+    scripts = len(page_of(out).all_of("script"))
     attack = "<script>alert(1)</script><img src=x onerror=alert(1)>"
     about = json.loads((trained / "run.json").read_text())
     about["data"]["name"] = attack
@@ -92,11 +147,13 @@ def test_text_of_records_is_escaped(trained, tmp_path):
     evil = trained.with_name('"><script>x')
     trained.rename(evil)
     (evil / "curves.svg").write_text("<svg><script>alert(2)</script></svg>")  # Pictures are drawn anew.
-    out = tmp_path / "report.html"
     assert main(["report", str(evil), "--out", str(out)]) == 0
+    page = page_of(out)
     assert "alert(2)" not in out.read_text()
-    assert {"script", "img"}.isdisjoint({tag for tag, _ in page_of(out).elements})
-    assert attack in page_of(out).text
+    assert len(page.all_of("script")) == scripts
+    assert_loads_nothing(page)
+    assert attack in page.text
+    assert page.data["data-experiments"]["language-measure"]["series"][0]["name"] == evil.name
 
 
 def test_runs_of_one_name_in_two_folders_are_told_apart(trained, tmp_path):
@@ -155,7 +212,8 @@ def test_a_damaged_run_is_named_and_the_others_are_shown(file, content, message,
     assert f"{result['test']['perplexity']:,.2f}" in page.text
     assert "Damaged runs" in page.text
     assert re.search(rf"language-002: .*{re.escape(message)}", page.text)
-    assert sum(tag == "svg" for tag, _ in page.elements) == 1  # the curves of the good one
+    (curve,) = page.data["data-experiments"]["language-measure"]["series"]  # of the good one
+    assert curve["name"] == "language-001"
 
 
 def test_a_report_of_an_unfinished_run_says_so(trained, tmp_path):

@@ -226,8 +226,8 @@ def test_the_report_has_its_table_and_plot(finished, tmp_path):
     run, _ = finished
     assert main(["report", str(run.folder), "--out", str(tmp_path / "report.html")]) == 0
     page = (tmp_path / "report.html").read_text()
-    assert "<h2>convert</h2>" in page and "<td>window:2+hedgehog transferred</td>" in page
-    assert page.count("<svg") == 2
+    assert "<h3>convert</h3>" in page and "<td>window:2+hedgehog transferred</td>" in page
+    assert page.count("<img") == 2  # its plot, and its curves without scripts
 
 
 def test_a_run_of_language_is_converted(text, tmp_path, complaint):

@@ -295,7 +295,7 @@ def test_positions_are_recorded_read_and_plotted(text, tmp_path, capfd):
     assert [line.split()[-1] for line in lines[1:]] == [f"{math.exp(x):.4g}" for x in record["cross_entropy"]]
     assert main(["train", "language", *options, f"--out={out}"]) == 0
     assert main(["report", f"--root={out}", "--out", str(tmp_path / "page.html")]) == 0
-    assert "language-shared-0-" in (tmp_path / "page.html").read_text()
+    assert 'alt="language: positions"' in (tmp_path / "page.html").read_text()
 
 
 def test_learned_positions_are_not_evaluated_beyond_the_context(text, tmp_path, complaint):

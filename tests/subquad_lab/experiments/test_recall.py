@@ -141,7 +141,7 @@ def test_a_comparison_plots_accuracy_against_the_state(tmp_path, capfd, monkeypa
     assert picture.startswith("<?xml")
     assert main(["report", str(out), "--out", str(tmp_path / "page.html")]) == 0
     page = (tmp_path / "page.html").read_text()
-    assert "recall-shared-0-" in page
+    assert 'alt="recall: recall"' in page
 
 
 def test_variants_differ_in_the_state_and_not_in_parameters():

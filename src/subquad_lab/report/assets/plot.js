@@ -24,7 +24,21 @@
   /** Return one x axis for all series, and their columns: mean, low, high, next mean, ... */
   const aligned = (series) => uPlot.join(series.map((line) => [line.x, line.y, ...bandOf(line)]));
 
-  const axis = (side, label, format, colors) => ({
+  /** Return about 3 to 8 round values on a log scale: powers of 10, or with some multiples, or equally spaced ones. */
+  const logTicks = (low, high) => {
+    const powers = [];
+    for (let n = Math.floor(Math.log10(low)); n <= Math.log10(high); n++) powers.push(n);
+    for (const factors of [[1], [1, 2, 5], [1, 1.5, 2, 3, 5, 7]]) {
+      const found = powers.flatMap((n) => factors.map((factor) => Number(`${factor}e${n}`)));
+      const inside = found.filter((value) => value >= low && value <= high);
+      if (inside.length >= 3) return inside.filter((_, i) => i % Math.ceil(inside.length / 8) === 0);
+    }
+    const step = Number(((high - low) / 4).toPrecision(1));
+    return [1, 2, 3, 4, 5].map((n) => Number(((Math.floor(low / step) + n) * step).toPrecision(6))).filter((v) => v <= high);
+  };
+
+  const axis = (side, isLog, label, format, colors) => ({
+    ...(isLog ? { splits: (_, __, low, high) => logTicks(low, high), filter: (_, ticks) => ticks } : {}),
     label, labelSize: 24, stroke: colors.text, font: colors.font, labelFont: colors.font, ticks: { stroke: colors.grid },
     grid: { stroke: colors.grid, width: 1 },
     values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : format(tick))),
@@ -141,11 +155,16 @@
         const fill = stroke.replace("rgb(", "rgba(").replace(")", `, ${BAND_OPACITY})`);
         bands.push({ series: [series.length - 1, series.length - 2], fill });
       });
-      const scale = (side) => ({ distr: this.log[side] && this.canLog[side] ? 3 : 1 });
+      const isLog = { x: this.log.x && this.canLog.x, y: this.log.y && this.canLog.y };
+      const margin = { x: 1, y: 1.1 }; // of a log scale, as a factor; without it uPlot extends to whole powers of 10
+      const scale = (side) => (isLog[side]
+        ? { distr: 3, range: (_, low, high) => [low / margin[side], high * (low === high ? 1.1 : margin[side])] }
+        : { distr: 1 });
+      const axes = ["x", "y"].map((side) => axis(side, isLog[side], this.spec[side]?.label, this.format(side), colors));
       return {
         width, height: this.spec.height ?? 280, series, bands,
         scales: { x: { time: false, ...scale("x") }, y: scale("y") },
-        axes: [axis("x", this.spec.x?.label, this.format("x"), colors), axis("y", this.spec.y?.label, this.format("y"), colors)],
+        axes,
         legend: { show: false },
         cursor: { y: false, drag: { x: false, y: false }, dataIdx: (plot, column, at) => this.nearest(plot.data[column], at) },
         hooks: { setCursor: [(plot) => this.show(plot)], draw: [(plot) => this.drawMark(plot, colors)] },
