@@ -241,8 +241,6 @@ def serve(port: int = 8000, root: str = "runs") -> None:
     """
     from subquad_lab.commands import serve
 
-    if root == "":
-        raise UsageError("--root: expected a folder, got ''")
     serve.run(Path(root), port)
 
 

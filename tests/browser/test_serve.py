@@ -35,7 +35,9 @@ def values(page, title: str) -> list[list[str]]:
     figure = page.locator(".live-runs figure", has=page.locator("figcaption", has_text=title))
     figure.locator("details.plot-table").evaluate("(details) => { details.open = true; }")
     figure.locator("tbody tr").first.wait_for()
-    return figure.locator("tbody tr").evaluate_all("(rows) => rows.map((row) => [...row.cells].map((c) => c.textContent))")
+    return figure.locator("tbody tr").evaluate_all(
+        "(rows) => rows.map((row) => [...row.cells].map((c) => c.textContent))"
+    )
 
 
 def append(run: Path, step: int, **figures: float) -> None:

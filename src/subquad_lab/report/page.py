@@ -31,8 +31,8 @@ PARTS = (
 def page(runs: list[Run], theory: Sequence[dict[str, Any]] = (), live: Part | None = None) -> str:
     """Return the report as HTML. Text from records is escaped; plots are drawn from the metrics.
 
-    A damaged run is listed, with a warning, and left out. A page that is not live raises a UsageError if no other run is
-    left.
+    A damaged run is listed, with a warning, and left out. If no other run is left, a page that is not live raises a
+    UsageError.
 
     Args:
         runs: Runs to report.

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from small_runs import unfinish
-from subquad_lab.report.live import rendering, server as module
+from subquad_lab.report.live import rendering
+from subquad_lab.report.live import server as module
 from subquad_lab.report.live.server import Server
 
 FETCH_SECONDS = 60.0  # The first page may be rendered on a busy machine.
@@ -143,7 +144,7 @@ def test_a_refused_body_does_not_hide_the_answer(server):
 def test_it_listens_on_this_machine_only(server):
     assert server.socket.getsockname()[0] == "127.0.0.1" and server.socket.family == socket.AF_INET
     for other in ("127.0.0.2", "::1"):
-        with pytest.raises(OSError, match="refused|assign|unreachable|not supported"):
+        with pytest.raises(OSError, match=r"refused|assign|unreachable|not supported"):
             socket.create_connection((other, server.port), timeout=2)
 
 
@@ -152,8 +153,9 @@ def test_it_listens_on_this_machine_only(server):
 
 @pytest.mark.parametrize(
     "request_",
-    [b"\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\xff\n\n", b"GET\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"\x00" * 99 + b"\n\n",
-     b"GET / HTTP/x\r\n\r\n", b"GET / /  HTTP/1.1\r\n\r\n", b"GET / HTTP/1.1\r\nHost\r\n\r\n", b"A" * 999 + b"\n\n",
+    [b"\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\xff\n\n", b"GET\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n",
+     b"\x00" * 99 + b"\n\n", b"GET / HTTP/x\r\n\r\n", b"GET / /  HTTP/1.1\r\n\r\n", b"GET / HTTP/1.1\r\nHost\r\n\r\n",
+     b"A" * 999 + b"\n\n",
      b"GET / HTTP/1.1\r\n: x\r\n\r\n", b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 200 + b"\r\n", bytes(range(256)) + b"\n\n",
      b"GET / HTTP/1.1\r\nHost: x\r\n\x00\xff: \xff\r\n\r\n"],
 )  # fmt: skip
@@ -167,6 +169,14 @@ def test_garbage_is_refused(server, request_):
 def test_a_very_long_request_is_refused(server, line):
     assert status(raw(server, line + b" HTTP/1.1\r\n\r\n")) in (414, 431)
     assert status(get(server)) == 200
+
+
+def drip(connection: socket.socket, seconds: float) -> None:
+    """Send a byte now and then."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        connection.sendall(b"G")
+        time.sleep(0.05)
 
 
 def test_clients_that_are_slow_or_gone_do_not_delay_others(server, monkeypatch):
@@ -185,11 +195,8 @@ def test_clients_that_are_slow_or_gone_do_not_delay_others(server, monkeypatch):
     begin = time.monotonic()
     assert status(get(server)) == 200
     assert time.monotonic() - begin < 5
-    with pytest.raises(OSError, match="reset|Broken pipe"):
-        while True:  # A byte now and then does not extend the time for a request.
-            slow.sendall(b"G")
-            time.sleep(0.05)
-            assert time.monotonic() - begin < 20
+    with pytest.raises(OSError, match=r"reset|Broken pipe"):
+        drip(slow, 20.0)  # A byte now and then does not extend the time for a request.
     for connection in silent:
         connection.settimeout(FETCH_SECONDS)
         assert connection.recv(1) == b""  # closed
