@@ -11,6 +11,10 @@ import pytest
 ROOT = Path(__file__).parents[1]
 USE = """
 import torch, subquad
+import importlib.resources
+report = importlib.resources.files("subquad_lab.report")
+for name in ("page.html", "parts/claims.html", "assets/page.css", "vendor/uplot.js", "vendor/uplot.LICENSE"):
+    assert (report / name).is_file(), name
 from subquad import Taylor, attention, native
 q = k = v = torch.ones(1, 2, 300, 8)
 assert attention(q, k, v, is_causal=True, method=Taylor(2)).allclose(v)

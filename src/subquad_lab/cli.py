@@ -211,15 +211,16 @@ def report(
     root: str = "runs",
     theory: str | None = None,
 ) -> None:
-    """Write an HTML report about runs: tables, learning curves and published results.
+    """Write an HTML page about runs: main results, tables beside published results, interactive plots.
 
     Example: subquad report runs/language-001 --out report.html
 
     Args:
         runs: Run folders, including those of series, comparisons and sweeps. Default: all runs in --root.
-        out: HTML file to write. It is self-contained.
+        out: HTML file to write. It is self-contained and loads nothing.
         root: Folder to search for runs.
-        theory: Output file of `subquad verify --json` to include.
+        theory: Output file of `subquad verify --json` to include, with the plots in the folder `theory` next to it, as
+            `--plots theory` writes them.
     """
     from subquad_lab.commands import report
 

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from subquad_lab import UsageError
-from subquad_lab.options.fields import config_from, presets, read
+from subquad_lab.options.fields import presets, read
 from subquad_lab.training.config import Training
 from subquad_lab.training.experiment import Experiment
 
@@ -17,25 +16,24 @@ def train_command(experiment: Experiment[Any], configs: Sequence[Training]) -> s
 
     It names the options whose values differ from the defaults, or from the preset that saves the most options.
     """
-    config = replace(configs[0], seed=min(each.seed for each in configs), seeds=len(configs))
-    bases = {"": experiment.config(), **{f" --preset {name}": base for name, base in _presets(experiment).items()}}
-    options = {base: _differing(config, values) for base, values in bases.items()}
+    first, *others = sorted(each.seed for each in configs)
+    is_range = others == list(range(first + 1, first + len(configs)))
+    config = replace(configs[0], seed=first, seeds=len(configs) if is_range else 1)
+    options = {base: _differing(config, values) for base, values in _bases(experiment).items()}
     shortest = min(options, key=lambda base: len(options[base]))
-    return f"subquad train {experiment.name}{shortest}{''.join(options[shortest])}"
+    command = f"subquad train {experiment.name}{shortest}{''.join(options[shortest])}"
+    return command if is_range else f"{command}  # and with --seed {', '.join(map(str, others))}"
 
 
-def _presets(experiment: Experiment[Any]) -> dict[str, Training]:
-    found = {}
-    for name, path in presets(experiment.name).items():
-        try:
-            found[name] = config_from(experiment, read(path), name)
-        except UsageError:  # It needs data that are not installed.
-            continue
-    return found
+def _bases(experiment: Experiment[Any]) -> dict[str, dict[str, Any]]:
+    """Return the values of all fields by default, and with each preset."""
+    defaults = vars(experiment.config())
+    found = {f" --preset {name}": defaults | read(path) for name, path in presets(experiment.name).items()}
+    return {"": defaults, **found}
 
 
-def _differing(config: Training, base: Training) -> list[str]:
-    pairs = ((field, value) for field, value in vars(config).items() if value != getattr(base, field))
+def _differing(config: Training, base: dict[str, Any]) -> list[str]:
+    pairs = ((field, value) for field, value in vars(config).items() if value != base[field])
     return [f" --{field.replace('_', '-')} {_as_option(value)}" for field, value in pairs]
 
 

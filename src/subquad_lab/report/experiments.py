@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 from subquad_lab import UsageError
 from subquad_lab.experiments import EXPERIMENTS, experiment_named
@@ -21,6 +21,16 @@ from subquad_lab.training.experiment import Experiment
 from subquad_lab.training.run import CONFIG, Run
 
 
+MAX_LINES = 16  # in a plot: a sweep can have hundreds of runs
+
+
+class Configured(NamedTuple):
+    """A run and its config."""
+
+    run: Run
+    config: Any
+
+
 def sections(runs: list[Run]) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """Return the content of a section for each experiment, and the reasons why damaged runs are left out."""
     if not runs:
@@ -29,14 +39,15 @@ def sections(runs: list[Run]) -> tuple[list[dict[str, Any]], dict[str, str]]:
     if (root / CONFIG).is_file():  # Include the name of a series, which says more than those of its seeds.
         root = root.parent
     named = {str(run.folder.resolve().relative_to(root)): run for run in runs}  # Two seeds may share the last name.
-    intact: dict[str, dict[str, Run]] = {name: {} for name in EXPERIMENTS}  # in this order
+    intact: dict[str, dict[str, Configured]] = {name: {} for name in EXPERIMENTS}  # in this order
     entries: dict[str, dict[str, Any]] = {}
     damaged: dict[str, str] = {}
     for place, run in named.items():
         try:
             experiment = experiment_named(run.about()["experiment"])
-            entries[place] = entry(place, run)
-            intact[experiment.name][place] = run
+            found = Configured(run, experiment_of(run)[1])
+            entries[place] = entry(place, found, experiment)
+            intact[experiment.name][place] = found
         except (UsageError, OSError) as error:
             damaged[place] = str(error)
     for place, reason in damaged.items() if entries else ():  # Otherwise it is an error.
@@ -44,21 +55,31 @@ def sections(runs: list[Run]) -> tuple[list[dict[str, Any]], dict[str, str]]:
     return [section(EXPERIMENTS[name], own, entries) for name, own in intact.items() if own], damaged
 
 
-def section(experiment: Experiment[Any], runs: dict[str, Run], entries: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    groups = by_series(runs)
-    places = {id(run): place for place, run in runs.items()}
+def section(
+    experiment: Experiment[Any], runs: dict[str, Configured], entries: dict[str, dict[str, Any]]
+) -> dict[str, Any]:
+    series = by_series(runs)
+    groups = {name: [runs[place].run for place in places] for name, places in series.items()}
     shared = experiment.shared_pictures(groups) if len(runs) > 1 else {}
+    rows = [row(name, [runs[place] for place in places], experiment) for name, places in series.items()]
+    best = {line["name"] for line in best_first(rows, experiment)[:MAX_LINES]}
+    drawn = {name: found for name, found in groups.items() if name in best}  # in the order of the table
     return {
         "name": experiment.name, "question": experiment.question, "measure": experiment.measure.replace("_", " "),
         "better": "higher" if experiment.higher_is_better else "lower",
-        "rows": [row(name, found, experiment) for name, found in groups.items()],
-        "published": experiment.published,
-        "plots": curves(groups, experiment), "static": image(compared(groups, experiment), "learning curves"),
+        "rows": rows, "published": experiment.published, "drawn": len(drawn),
+        "plots": curves(drawn, experiment), "static": image(compared(drawn, experiment), "learning curves"),
         "shared": [image(picture, name) for name, picture in shared.items()],
         "groups": {
-            name: in_detail([entries[places[id(run)]] for run in found], experiment) for name, found in groups.items()
+            name: in_detail([entries[place] for place in places], experiment) for name, places in series.items()
         },
     }  # fmt: skip
+
+
+def best_first(rows: list[dict[str, Any]], experiment: Experiment[Any]) -> list[dict[str, Any]]:
+    """Return rows by validation result, unfinished ones last."""
+    sign = -1 if experiment.higher_is_better else 1
+    return sorted(rows, key=lambda line: (line["score"] is None, sign * (line["score"] or 0.0)))
 
 
 def in_detail(entries: list[dict[str, Any]], experiment: Experiment[Any]) -> dict[str, Any]:
@@ -66,7 +87,7 @@ def in_detail(entries: list[dict[str, Any]], experiment: Experiment[Any]) -> dic
     finished = [entry for entry in entries if experiment.measure in entry["results"]["valid"]]
     choose = max if experiment.higher_is_better else min
     best = choose(finished, key=lambda entry: entry["results"]["valid"][experiment.measure], default=entries[0])
-    metrics = [(part, name) for part in ("valid", "test") for name in best["results"][part]]
+    metrics = [(part, name) for part in ("test", "valid") for name in best["results"][part]]
     return {"entries": entries, "best": best, "metrics": metrics}
 
 
@@ -75,27 +96,26 @@ def plots(material: Material) -> dict[str, Any]:
     return {name: plot for section in material.sections for name, plot in section["plots"].items()}
 
 
-def by_series(runs: dict[str, Run]) -> dict[str, list[Run]]:
-    """Group runs that differ only in their seed by their common folder; other runs form their own group."""
-    groups: dict[Any, dict[str, Run]] = {}
-    for place, run in runs.items():
-        experiment, config = experiment_of(run)
+def by_series(runs: dict[str, Configured]) -> dict[str, list[str]]:
+    """Group the places of runs that differ only in their seed by their common folder; others form their own group."""
+    groups: dict[Any, dict[str, int]] = {}
+    for place, (run, config) in runs.items():
         data = str(run.about()["data"].get("sha256"))
-        key = experiment.name, str(Path(place).parent), replace(config, seed=0), data
-        seeds = {experiment_of(other)[1].seed for other in groups.get(key, {}).values()}
-        groups.setdefault((*key, place) if config.seed in seeds else key, {})[place] = run
-    named = {}
-    for (_, parent, *_), found in groups.items():
+        key = str(Path(place).parent), replace(config, seed=0), data
+        own = (*key, place) if config.seed in groups.get(key, {}).values() else key
+        groups.setdefault(own, {})[place] = config.seed
+    named: dict[str, list[str]] = {}
+    for (parent, *_), found in groups.items():
         places = list(found)
         several = f"{parent if parent != '.' else places[0]}, {len(places)} seeds"
-        named[places[0] if len(places) == 1 or several in named else several] = list(found.values())
+        named[places[0] if len(places) == 1 or several in named else several] = places
     return named
 
 
-def row(name: str, runs: list[Run], experiment: Experiment[Any]) -> dict[str, Any]:
+def row(name: str, found: list[Configured], experiment: Experiment[Any]) -> dict[str, Any]:
     """Return what the table shows of runs that differ only in their seed."""
+    runs, configs = [run for run, _ in found], [config for _, config in found]
     about, results = runs[0].about(), [result for run in runs if (result := run.result()) is not None]
-    configs = [experiment_of(run)[1] for run in runs]
     seconds = [result["seconds"] for result in results if isinstance(result.get("seconds"), int | float)]
     whole = len(results) == len(runs)
     scores = [result["valid"][experiment.measure] for result in results if experiment.measure in result["valid"]]
@@ -121,7 +141,11 @@ def over_seeds(found: Sequence[Mapping[str, float]], count: int, measure: str) -
         return "not finished"
     if count > 1:
         return intervals.shown(values, measure)
-    return f"{values[0]:,.2f}" if values[0] >= 10 else f"{values[0]:.4f}"
+    return figure(values[0])
+
+
+def figure(value: float) -> str:
+    return f"{value:,.2f}" if value >= 10 else f"{value:.4f}"
 
 
 def curves(groups: Mapping[str, Sequence[Run]], experiment: Experiment[Any]) -> dict[str, Any]:
@@ -149,10 +173,11 @@ def line(name: str, found: Mapping[float, Sequence[float]]) -> dict[str, Any]:
     return drawn
 
 
-def entry(name: str, run: Run) -> dict[str, Any]:
+def entry(name: str, found: Configured, experiment: Experiment[Any]) -> dict[str, Any]:
     """Return what the page shows of one run."""
+    run, config = found
     about, result = run.about(), run.result() or {}
-    experiment, config = experiment_of(run)
+    results = {part: result.get(part, {}) for part in ("valid", "test")}
     list(run.metrics())  # raises if it is damaged
     return {
         "name": name,
@@ -160,8 +185,8 @@ def entry(name: str, run: Run) -> dict[str, Any]:
         "parameters": {key: readable(value) for key, value in about["parameters"].items()},
         "versions": about["versions"],
         "config": {key: value for key, value in vars(config).items() if value is not None},
-        "command": train_command(experiment, [config]),
-        "results": {part: result.get(part, {}) for part in ("valid", "test")},
+        "results": results,
+        "shown": {part: {key: figure(value) for key, value in metrics.items()} for part, metrics in results.items()},
         "table": experiment.table(run),
         "pictures": [image(picture, f"{name}: {what}") for what, picture in experiment.pictures(run, config).items()],
     }

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 import subquad
 from subquad_lab import UsageError
@@ -55,7 +55,7 @@ def page(runs: list[Run], theory: Sequence[dict[str, Any]] = (), live: Part | No
         parts=shown, material=material, version=subquad.__version__, scripts=code, styles=design,
         headlines=summary.headlines(material), machine=summary.environment(), runs=summary.what_was_run(material),
         policy=policy(code, design, "'none'" if live is None else "'self'"),
-        license=(VENDOR / "uplot.LICENSE").read_text(),
+        license=escape((VENDOR / "uplot.LICENSE").read_text()),
     )  # fmt: skip
 
 
@@ -86,7 +86,7 @@ def hash_of(content: str) -> str:
 
 def embedded(code: str) -> Markup:
     """Return a file of this package as the content of a script or style element."""
-    if "</" in code.lower().replace("</svg", "") or "<!--" in code:
+    if "</" in code or "<!--" in code:
         raise ValueError("a script or style must not contain '</' or '<!--', which could end its element")
     return Markup(code)
 
