@@ -1,5 +1,5 @@
 "use strict";
-/* Runs that train now: a row with progress and growing curves for each, by server-sent events.
+/* Unfinished runs: a row with progress and growing curves for each, by server-sent events.
 
    data.states has the runs that the page already shows, by their places. A message holds all that is known about one
    run, so a row is simply brought up to date: after a lost connection, the newest messages are enough. */
@@ -7,6 +7,7 @@
 (() => {
   const { element, number } = Subquad;
   const MAX_FIGURES = 8;
+  const IDLE = "There are no unfinished runs.";
   const whole = (count) => count.toLocaleString("en-US");
 
   class Row {
@@ -43,7 +44,7 @@
         return;
       }
       const place = this.places.appendChild(element("div"));
-      this.plots[name] = Subquad.plot(place, { title: name, x: { label: "step" }, y: { label: name }, series, height: 220 });
+      this.plots[name] = Subquad.plot(place, { title: name, x: { label: "step" }, y: { label: name }, series });
     }
   }
 
@@ -64,12 +65,12 @@
         if (!rows.has(message.run)) rows.set(message.run, new Row(list, message.name));
         rows.get(message.run).update(message);
       }
-      say(rows.size ? "Runs that train, or have changed since the page was opened:" : "No run is training.");
+      say(rows.size ? "Unfinished runs, and those that have changed since the page was opened:" : IDLE);
     };
 
     say("Connecting ...");
     const source = new EventSource("events");
-    source.addEventListener("open", () => say("No run is training."));
+    source.addEventListener("open", () => say(IDLE));
     source.addEventListener("error", () => say("The server cannot be reached; trying again ..."));
     source.addEventListener("message", (event) => receive(JSON.parse(event.data)));
   };
