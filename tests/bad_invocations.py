@@ -255,8 +255,11 @@ def _of_files(places: Places) -> Iterator[Bad]:
         yield Bad(("sweep", "language", "--data", places.text, "--grid.lr", "1", "--out", path))
         yield Bad(("compare", "language", "--data", places.text, "--out", path), "--out")
         yield Bad(("runs", "--root", path), "--root")
+        yield Bad(("serve", "--root", path), "--root")
     for path in (places.nowhere, "\x1b[2J"):
         yield Bad(("runs", "--root", path), "--root")
+        yield Bad(("serve", "--root", path), "--root")
+    yield Bad(("serve", "--root", ""), "--root")
     for words in (
         ("train", "language", "--data"),
         ("evaluate",),
@@ -277,6 +280,8 @@ def _of_sizes(places: Places) -> Iterator[Bad]:
         for value in ("-1", ".nan", "-.inf", "-1e308"):
             yield Bad((*sized, option, value), option)
     yield Bad((*sized, "--max-error", ".inf"), "--max-error")
+    for value in ("-1", "65536", str(2**63)):
+        yield Bad(("serve", "--port", value), "--port")
     yield Bad((*sized, "--dtype", "int8"), "--dtype")
     yield Bad((*sized, "--dtype", ""), "--dtype")
     yield Bad((*sized, "--purpose", "fun"), "--purpose")

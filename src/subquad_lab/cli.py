@@ -229,6 +229,22 @@ def report(
     report.run([Path(run) for run in runs], Path(root), Path(out), None if theory is None else Path(theory))
 
 
+def serve(port: int = 8000, root: str = "runs") -> None:
+    """Serve the report as a local web page that follows the runs while they train.
+
+    It listens on 127.0.0.1, for this machine alone, and is read-only. Stop it with Ctrl-C.
+
+    Example: subquad serve --port 8000
+
+    Args:
+        port: Port to listen on. 0 selects a free one.
+        root: Folder to search for runs.
+    """
+    from subquad_lab.commands import serve
+
+    serve.run(Path(root), port)
+
+
 def sample(
     run: str,
     prompt: str = "the",
@@ -364,7 +380,7 @@ def cache(clear: bool = False) -> None:
 
 COMMANDS = (
     demo, plan, bench, verify, train, evaluate, compare, sweep, runs, sample, predict, transcribe, synthesize, report,
-    env, cache,
+    serve, env, cache,
 )  # fmt: skip
 # What to make smaller if a command runs out of memory.
 REMEDIES = {

@@ -55,24 +55,25 @@ class Opened:
 
 @pytest.fixture(scope="module")
 def open_page(browser: Any) -> Iterator[Callable[..., Opened]]:
-    """Open a file in a window of its own.
+    """Open a page in a window of its own.
 
     Args:
-        path: File to open.
+        path: File or address to open.
         width: Width of the window in pixels.
         fragment: What follows # in the address.
         context: Further arguments of playwright's `new_context`: color_scheme="dark", java_script_enabled=False, ...
     """
     contexts = []
 
-    def opened(path: Path, width: int = 1280, fragment: str = "", **context: Any) -> Opened:
+    def opened(path: Path | str, width: int = 1280, fragment: str = "", **context: Any) -> Opened:
         contexts.append(browser.new_context(viewport={"width": width, "height": 900}, **context))
         found = Opened(contexts[-1].new_page())
         found.page.set_default_timeout(TIMEOUT_MS)
         found.page.on("console", lambda message: found.messages.append(message.text))
         found.page.on("pageerror", lambda error: found.messages.append(str(error)))
         found.page.on("request", lambda request: found.requests.append(request.url))
-        found.page.goto(path.as_uri() + (f"#{fragment}" if fragment else ""))
+        address = path if isinstance(path, str) else path.as_uri()
+        found.page.goto(address + (f"#{fragment}" if fragment else ""))
         if context.get("java_script_enabled", True):
             found.page.wait_for_selector("html[data-ready]")
         return found

@@ -31,11 +31,9 @@ class Configured(NamedTuple):
 
 
 def sections(runs: list[Run]) -> tuple[list[dict[str, Any]], dict[str, str]]:
-    """Return the content of a section for each experiment, and the reasons why damaged runs are left out.
-
-    Raises:
-        UsageError: If all runs are damaged.
-    """
+    """Return the content of a section for each experiment, and the reasons why damaged runs are left out."""
+    if not runs:
+        return [], {}
     root = Path(os.path.commonpath([run.folder.resolve().parent for run in runs]))
     if (root / CONFIG).is_file():  # Include the name of a series, which says more than those of its seeds.
         root = root.parent
@@ -51,9 +49,7 @@ def sections(runs: list[Run]) -> tuple[list[dict[str, Any]], dict[str, str]]:
             intact[experiment.name][place] = found
         except (UsageError, OSError) as error:
             damaged[place] = str(error)
-    if not entries:
-        raise UsageError(next(iter(damaged.values())))
-    for place, reason in damaged.items():
+    for place, reason in damaged.items() if entries else ():  # Otherwise it is an error.
         warnings.warn(f"{named[place].folder} is damaged and left out: {reason}", stacklevel=3)
     return [section(EXPERIMENTS[name], own, entries) for name, own in intact.items() if own], damaged
 

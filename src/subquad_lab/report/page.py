@@ -14,6 +14,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 import subquad
+from subquad_lab import UsageError
 from subquad_lab.report import claims, cost_data, experiments, head_data, needle_data, summary
 from subquad_lab.report.part import Material, Part
 from subquad_lab.system.text import printable
@@ -36,7 +37,8 @@ PARTS = (
 def page(runs: list[Run], theory: Sequence[dict[str, Any]] = (), live: Part | None = None) -> str:
     """Return the report as HTML. Text from records is escaped; plots are drawn from the metrics.
 
-    A damaged run is listed, with a warning, and left out; a UsageError is raised if no other run is left.
+    A damaged run is listed, with a warning, and left out. If no other run is left, a page that is not live raises a
+    UsageError.
 
     Args:
         runs: Runs to report.
@@ -44,6 +46,8 @@ def page(runs: list[Run], theory: Sequence[dict[str, Any]] = (), live: Part | No
         live: A part that receives news from a server: the page that contains it may connect to where it came from.
     """
     sections, damaged = experiments.sections(runs)
+    if not sections and live is None:
+        raise UsageError(next(iter(damaged.values())))
     material = Material(sections, damaged, theory)
     shown = [] if live is None else [(live, live.data(material))]
     shown += [(part, data) for part in PARTS if (data := part.data(material)) is not None]

@@ -14,6 +14,7 @@ Every file is verified before it is used. The logs of an unfinished run are veri
 """
 
 import json
+import os
 import platform
 import re
 from collections.abc import Iterator
@@ -240,10 +241,12 @@ def as_json(content: dict[str, Any]) -> bytes:
 
 def all_runs(root: Path) -> list[Run]:
     """Return all runs in a folder and its subfolders, including those that have lost a file."""
-    if not root.is_dir():
-        return []
-    found = {path.parent for path in root.glob(f"**/{ABOUT}") if (path.parent / CONFIG).is_file()}
-    found |= {path.parent for path in root.glob(f"**/{SUMS}") if _lists_a_run(path)}
+    found = set()
+    for here, _, files in os.walk(root):  # Unlike glob, it ignores folders that another process removes meanwhile.
+        folder = Path(here)
+        is_whole = ABOUT in files and (folder / CONFIG).is_file()
+        if is_whole or (SUMS in files and _lists_a_run(folder / SUMS)):
+            found.add(folder)
     return [Run(folder) for folder in sorted(found) if _is_run(folder)]
 
 

@@ -9,15 +9,17 @@
      height: 280,
    }
 
-   Returns {update(spec)}. uPlot draws; this file adds what a keyboard, a screen reader, paper and a dark page need. */
+   Returns {update(spec), grow(series)}. uPlot draws; this file adds what a keyboard, a screen reader, paper and a dark page need. */
 
 (() => {
   const COLORS = 8; // of page.css: --series-1 to --series-8
   const DASHES = [[], [6, 4], [2, 3]]; // beyond the colors
   const BAND_OPACITY = 0.18;
+  const MAX_POINTS = 40; // A longer line has no dots.
   const { element, number } = Subquad;
 
   const isPositive = (lists) => lists.flat().every((value) => value === null || value > 0);
+  const hasPoints = (line) => line.x.length < MAX_POINTS;
   const bandOf = (line) => (line.low ? [line.low, line.high] : []);
 
   /** Return one x axis for all series, and their columns: mean, low, high, next mean, ... */
@@ -79,6 +81,17 @@
       this.draw(true);
     }
 
+    /** Show new values of the same series, without moving the focus or the cursor. */
+    grow(series) {
+      const hadPoints = this.spec.series.map(hasPoints);
+      this.spec = { ...this.spec, series };
+      this.data = aligned(series);
+      this.fillTable();
+      const isSame = series.every((line, i) => hasPoints(line) === hadPoints[i]);
+      if (isSame && this.drawn) this.drawn.setData(this.data);
+      else this.draw(true);
+    }
+
     fillLegend() {
       this.values = [];
       this.swatches = [];
@@ -136,7 +149,7 @@
         const stroke = getComputedStyle(this.swatches[i]).color;
         const show = !this.hidden.has(line.name);
         const dash = DASHES[Math.floor(i / COLORS) % DASHES.length];
-        series.push({ stroke, width: 2, dash, spanGaps: true, show, points: { show: line.x.length < 40, size: 5 } });
+        series.push({ stroke, width: 2, dash, spanGaps: true, show, points: { show: hasPoints(line), size: 5 } });
         if (!line.low) return;
         const edge = { stroke: "transparent", width: 0, spanGaps: true, show, points: { show: false } };
         series.push(edge, { ...edge });

@@ -1,0 +1,96 @@
+"""The served page: rendered again only if a file of a run has changed, and seldom enough not to slow training.
+
+first request                            render, and wait for it
+nothing has changed, or it is too early  the page as it is; its curves grow by events
+otherwise                                one request renders; the others get the page as it is
+"""
+
+import re
+import threading
+import time
+import warnings
+from collections.abc import Iterable
+from html import unescape
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from subquad_lab import UsageError
+from subquad_lab.report.live.watcher import pause_after, served_runs
+from subquad_lab.report.page import page
+from subquad_lab.report.part import Part
+from subquad_lab.training.run import Run
+
+RENDER_SECONDS = 5.0  # between renderings, at least
+POLICY = re.compile(r'<meta http-equiv="Content-Security-Policy" content="([^"]*)"')
+
+
+class Rendered(NamedTuple):
+    """A page and its content security policy."""
+
+    html: bytes
+    policy: str
+
+
+class Renderer:
+    """The page about the runs of a folder, from one thread at a time."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._lock = threading.Lock()
+        self._rendered: Rendered | None = None
+        self._files: Any = None
+        self._render_at = 0.0
+
+    def rendered(self) -> Rendered:
+        """Return the page, rendered again if it is due."""
+        now = self._rendered
+        if not self._lock.acquire(blocking=now is None):
+            assert now is not None
+            return now
+        try:
+            if self._rendered is None or time.monotonic() >= self._render_at:
+                self._render()
+            assert self._rendered is not None
+            return self._rendered
+        finally:
+            self._lock.release()
+
+    def _render(self) -> None:
+        begin = time.monotonic()
+        runs, refused = served_runs(self.root)
+        files = _files(runs.values()), refused
+        if files != self._files or self._rendered is None:
+            html = _page(runs, refused)
+            found = POLICY.search(html)
+            assert found is not None
+            policy = f"{unescape(found[1])}; frame-ancestors 'none'"
+            self._rendered, self._files = Rendered(html.encode(errors="backslashreplace"), policy), files
+        self._render_at = time.monotonic() + pause_after(time.monotonic() - begin, RENDER_SECONDS)
+
+
+def _files(runs: Iterable[Run]) -> list[tuple[str, int, int]]:
+    """Return what changes when a run does: names, times and sizes of the files in its folder."""
+    found = []
+    for path in (path for run in runs for path in run.folder.glob("*")):
+        try:
+            about = path.stat()
+        except OSError:  # A temporary file is gone by now.
+            continue
+        found.append((str(path), about.st_mtime_ns, about.st_size))
+    return sorted(found)
+
+
+def _page(runs: dict[str, Run], refused: dict[str, str]) -> str:
+    """Return the page; it need not have any run."""
+    states = {place: _state(run) for place, run in runs.items()} | dict.fromkeys(refused, "damaged")
+    part = Part("live", "Live", lambda _: {"states": states, "refused": refused}, scripts=("live.js",))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # The page lists the damaged runs.
+        return page(list(runs.values()), live=part)
+
+
+def _state(run: Run) -> str:
+    try:
+        return "unfinished" if run.result() is None else "finished"
+    except (UsageError, OSError):
+        return "damaged"
