@@ -20,7 +20,6 @@ from subquad_lab.report.claims import claims
 from subquad_lab.report.page import page
 from subquad_lab.training.run import all_runs
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: the extra `dev` brings it")
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 TIMEOUT_MS = 10_000  # of each step
 OPTIONS = [
@@ -31,6 +30,9 @@ OPTIONS = [
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Any]:
+    sync_api = pytest.importorskip(
+        "playwright.sync_api", reason="playwright is not installed: the extra `dev` brings it"
+    )
     program = next(filter(None, map(shutil.which, NAMES)), None)
     if program is None:
         pytest.skip("no browser is installed: apt-get install chromium")
