@@ -80,7 +80,7 @@ def test_keys_change_the_query_the_method_and_its_settings(open_page, report):
     page.keyboard.press("ArrowLeft")
     page.get_by_role("radio", name="Multipole()").focus()
     page.keyboard.press("ArrowDown")
-    page.get_by_role("slider", name="window").focus()
+    page.get_by_role("slider", name="window", exact=True).focus()
     page.keyboard.press("ArrowRight")
     assert page.locator(".head-texts h4").all_inner_texts() == ["Exact attention", "Window(65, sinks=4)"]
     head = next(head for head in own if head.kind == "induction")
