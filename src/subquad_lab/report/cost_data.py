@@ -5,8 +5,9 @@ from typing import Any
 
 import torch
 
-from subquad.planning import Calibration, reference_calibration
+from subquad.planning.calibration import reference_calibration
 from subquad.planning.calibration_file import cached
+from subquad.planning.seconds import Calibration
 from subquad.planning.text import duration, mebibytes, short
 from subquad_lab.report import cost_explorer as explorer
 from subquad_lab.report.cost_explorer import Settings

@@ -20,7 +20,6 @@ from subquad_lab.system.text import printable
 from subquad_lab.training.experiment import Experiment
 from subquad_lab.training.run import CONFIG, Run
 
-
 MAX_LINES = 16  # in a plot: a sweep can have hundreds of runs
 
 
