@@ -95,10 +95,10 @@ def small_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def checked(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Claims as `subquad verify 9 14 21 --json` writes them: with and without a common mistake and a picture."""
+    """Claims as `subquad verify 14 17 21 --json` writes them: with and without a common mistake and a picture."""
     path = tmp_path_factory.mktemp("claims") / "verify.json"
     with redirect_stdout(StringIO()) as said:
-        verify.run(["9", "14", "21"], as_json=True, plots=None, seed=0, explain=False)
+        verify.run(["14", "17", "21"], as_json=True, plots=str(path.parent / "theory"), seed=0, explain=False)
     path.write_text(said.getvalue())
     assert json.loads(path.read_text())
     return claims(path)

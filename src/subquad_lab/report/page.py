@@ -50,9 +50,11 @@ def page(runs: list[Run], theory: Sequence[dict[str, Any]] = (), live: Part | No
     styles += [file for part, _ in shown if (file := ASSETS / f"{part.name}.css").is_file()]
     code = [embedded(text) for text in (*(file.read_text() for file in scripts), *written, boot)]
     design = [embedded(file.read_text()) for file in styles]
+    places = {part.name for part, _ in shown} | {f"experiment-{section['name']}" for section in sections}
     return environment().get_template("page.html").render(
         parts=shown, material=material, version=subquad.__version__, scripts=code, styles=design,
-        headlines=summary.headlines(material), machine=summary.environment(), runs=summary.what_was_run(material),
+        headlines=summary.headlines(material), places=places, machine=summary.environment(),
+        runs=summary.what_was_run(material),
         policy=policy(code, design, "'none'" if live is None else "'self'"),
         license=escape((VENDOR / "uplot.LICENSE").read_text()),
     )  # fmt: skip

@@ -31,13 +31,14 @@ Subquad.parts.claims = (root, claims) => {
 
     const reveal = () => {
       statement.hidden = evidence.hidden = false;
-      card.classList.add("answered");
-      for (const button of asked.querySelectorAll("button")) button.disabled = true;
+      card.classList.add("answered"); // which hides the other options; the chosen one keeps the focus
     };
     for (const answer of options(claim)) {
       const button = element("button", { type: "button" }, answer.text);
       button.addEventListener("click", () => {
+        if (card.classList.contains("answered")) return;
         reveal();
+        button.setAttribute("aria-pressed", "true");
         button.classList.add("chosen", answer.isTrue ? "right" : "wrong");
         said.textContent = outcome(claim, answer);
       });
