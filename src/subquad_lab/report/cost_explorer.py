@@ -117,6 +117,11 @@ def faster_from(settings: Settings, machine: Calibration) -> list[int | None]:
     return [None, *(rounded(find_crossover(exact_seconds, seconds(other), MAX_LENGTH)) for other in others)]
 
 
+def length_text(length: int | None) -> str:
+    """Return a length from which a method is faster as the table shows it."""
+    return "" if length is None else "any length" if length == 1 else f"{length:,} tokens"
+
+
 def errors_by_range(settings: Settings, ranges: list[float]) -> list[list[float | None]]:
     """Return the error of every method for each logit range; None where only a sample could tell."""
     return [
