@@ -7,17 +7,9 @@
 67125248
 """
 
-from subquad.planning.calibration import reference_calibration
 from subquad.planning.calibration_file import cache_folder, predicted_seconds
-from subquad.planning.cost import cost_of
-from subquad.planning.crossover import find_crossover
 from subquad.planning.measured_error import SAMPLE_MARGIN
-from subquad.planning.plan import DEFAULT_MAX_ERROR, best_of, candidates_in, planned
-from subquad.planning.reason import Situation
-from subquad.planning.seconds import Calibration
+from subquad.planning.plan import DEFAULT_MAX_ERROR
 from subquad.planning.shape import Shape
 
-__all__ = [
-    "Calibration", "DEFAULT_MAX_ERROR", "SAMPLE_MARGIN", "Shape", "Situation", "best_of", "cache_folder",
-    "candidates_in", "cost_of", "find_crossover", "planned", "predicted_seconds", "reference_calibration",
-]  # fmt: skip
+__all__ = ["DEFAULT_MAX_ERROR", "SAMPLE_MARGIN", "Shape", "cache_folder", "predicted_seconds"]

@@ -26,6 +26,8 @@ from subquad.planning.reference import reference_coefficients, reference_seconds
 from subquad.planning.seconds import EXACT_LENGTHS, EXACT_WIDTHS, Calibration, name_of, work
 from subquad.planning.shape import Shape
 
+__all__ = ["reference_calibration"]
+
 TURNS = 3
 MAX_RETRIES = 3  # of a calibration that other programs disturbed: some machines are never quiet
 SETTLED = 1e-6  # change of the coefficients of a fit, which are at most about 1, that ends it

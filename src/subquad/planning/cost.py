@@ -24,6 +24,8 @@ from subquad.planning.multipole_cost import multipole_cost
 from subquad.planning.shape import Shape, as_int, check_dtype
 from subquad.planning.sparse_cost import has_kernel, sparse_cost
 
+__all__ = ["cost", "cost_of", "multihead_cost"]
+
 PRICES = {
     "exact": exact_cost, "features": feature_cost, "hybrid": hybrid_cost, "multipole": multipole_cost,
     "sparse": sparse_cost,

@@ -10,6 +10,8 @@ from subquad.planning.calibration_file import predicted_seconds
 from subquad.planning.cost import cost_of, fixed_method
 from subquad.planning.shape import Shape, as_int
 
+__all__ = ["crossover", "find_crossover"]
+
 SEARCH_STEP = 64  # lengths are tried in steps of this fraction
 MAX_SINGLE_STEPS = 1024  # lengths that are tried one by one
 

@@ -31,6 +31,8 @@ from subquad.planning.recall import recall_of
 from subquad.planning.rows import sampled_call
 from subquad.planning.shape import Shape, as_int, check_dtype
 
+__all__ = ["best_of", "candidates_in", "plan", "planned"]
+
 MAX_SIZE = 1 << 28  # of any size of a plan
 DEFAULT_MAX_ERROR = 0.05
 

@@ -20,6 +20,8 @@ from subquad.planning.seconds import Calibration
 from subquad.planning.shape import Shape
 from subquad.planning.text import duration, many, mebibytes, rounded, short
 
+__all__ = ["Situation"]
+
 MAX_USEFUL_FEATURES = 1 << 26  # More features than a sequence has tokens: then no distribution of logits helps.
 MAX_LENGTH = 1 << 24
 
@@ -129,9 +131,8 @@ def _fastest_is_exact(exact: Any, others: list[Any], situation: Situation) -> st
     )
     if shape.query_length != shape.key_length:
         return f"{first} {slower}."
-    exact_seconds = cache(_seconds_by_length(exact.method, situation))  # asked for the same lengths again and again
-    found = (find_crossover(exact_seconds, _seconds_by_length(c.method, situation), MAX_LENGTH) for c in others)
-    lengths = dict(zip(others, map(rounded, found), strict=True))
+    exact_seconds = cache(_by_length(exact.method, situation))  # asked for the same lengths again and again
+    lengths = {c: rounded(find_crossover(exact_seconds, _by_length(c.method, situation), MAX_LENGTH)) for c in others}
     earliest = min(others, key=lambda c: lengths[c] or inf)
     if lengths[earliest] is None:
         return f"{first} {slower}."
@@ -139,7 +140,7 @@ def _fastest_is_exact(exact: Any, others: list[Any], situation: Situation) -> st
     return f"{first} {slower}; {winner} wins from about {lengths[earliest]:,} tokens on."
 
 
-def _seconds_by_length(method: Any, situation: Situation) -> Callable[[int], float]:
+def _by_length(method: Any, situation: Situation) -> Callable[[int], float]:
     """Return the time of a method as a function of the length."""
     return lambda n: situation.machine.seconds(method, replace(situation.shape, query_length=n, key_length=n))
 

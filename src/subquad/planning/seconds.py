@@ -28,6 +28,8 @@ from subquad.planning.multipole_cost import met, segment_flops
 from subquad.planning.shape import Shape, seen_pairs
 from subquad.planning.sparse_pairs import pairs_of
 
+__all__ = ["Calibration"]
+
 EXACT_LENGTHS, EXACT_WIDTHS = (128, 256, 512, 1024, 2048, 4096), (16, 64, 128)
 SPARSE_BLOCK_ROWS, SPARSE_TILE_ROWS = 6, 256  # rows that the native kernels of `Window` compute together
 

@@ -5,8 +5,9 @@ from typing import Any
 
 import torch
 
-from subquad.planning import Calibration, reference_calibration
+from subquad.planning.calibration import reference_calibration
 from subquad.planning.calibration_file import cached
+from subquad.planning.seconds import Calibration
 from subquad.planning.text import duration, mebibytes, short
 from subquad_lab.report import cost_explorer as explorer
 from subquad_lab.report.cost_explorer import Settings
@@ -62,9 +63,9 @@ def data(material: Material) -> dict[str, Any]:
         "start": asdict(START),
         "calibrated": is_calibrated,
         "rows": [
-            [row.name, duration(row.seconds), f"{short(exact.seconds / row.seconds)} x", mebibytes(row.peak_bytes),
-             str(row.error), row.verdict]
-            for row in rows
+            [row.name, duration(row.seconds), f"{short(exact.seconds / row.seconds)} x", explorer.length_text(length),
+             mebibytes(row.peak_bytes), str(row.error)]
+            for row, length in zip(rows, explorer.faster_from(START, found), strict=True)
         ],
         "choice": plan.choice.name,
         "reason": plan.reason.removeprefix(f"{plan.choice.name}: "),
@@ -78,6 +79,7 @@ def model(calibration: Calibration | None = None) -> str:
         "mebibytes": mebibytes, "short": short,
         **{function.__name__: function for function in (
             explorer.measures_at, explorer.errors_by_range, explorer.choice_at, explorer.plan_at, explorer.faster_from,
+            explorer.length_text,
         )},
     }  # fmt: skip
     body = Program(FACTS, LEFT_OUT).javascript(roots)

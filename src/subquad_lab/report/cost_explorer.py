@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+import subquad.native as native
 from subquad import (
     Candidate,
     ErrorEstimate,
@@ -23,11 +24,15 @@ from subquad import (
     Taylor,
     Window,
     error,
-    native,
     optimal_scale,
 )
 from subquad.methods import label_of
-from subquad.planning import Calibration, Shape, Situation, best_of, candidates_in, cost_of, find_crossover, planned
+from subquad.planning import Shape
+from subquad.planning.cost import cost_of
+from subquad.planning.crossover import find_crossover
+from subquad.planning.plan import best_of, candidates_in, planned
+from subquad.planning.reason import Situation
+from subquad.planning.seconds import Calibration
 from subquad.planning.text import rounded
 
 MAX_LENGTH = 1 << 24
@@ -110,6 +115,11 @@ def faster_from(settings: Settings, machine: Calibration) -> list[int | None]:
     exact, *others = methods_at(settings)
     shape, exact_seconds = shape_at(settings), cache(seconds(exact))
     return [None, *(rounded(find_crossover(exact_seconds, seconds(other), MAX_LENGTH)) for other in others)]
+
+
+def length_text(length: int | None) -> str:
+    """Return a length from which a method is faster as the table shows it."""
+    return "" if length is None else "any length" if length == 1 else f"{length:,} tokens"
 
 
 def errors_by_range(settings: Settings, ranges: list[float]) -> list[list[float | None]]:

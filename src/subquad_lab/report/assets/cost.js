@@ -43,7 +43,10 @@ Subquad.parts.cost = (root, data) => {
   /* Controls */
 
   const shown = (value) => value.toLocaleString("en-US");
-  const compact = (value) => (value >= 1e6 && value % 1e5 === 0 ? `${value / 1e6}M` : value >= 1e3 && value % 1e3 === 0 ? `${value / 1e3}k` : shown(value));
+  const compact = (value) => {
+    const [unit, letter] = value >= 1e6 && value % 1e5 === 0 ? [1e6, "M"] : value >= 1e3 && value % 1e3 === 0 ? [1e3, "k"] : [1, ""];
+    return shown(value / unit) + letter;
+  };
 
   const makeSlider = ({ name, label, values }) => {
     const input = element("input", { type: "range", id: `cost-${name}`, name, min: 0, max: values.length - 1, step: 1 });
@@ -86,13 +89,13 @@ Subquad.parts.cost = (root, data) => {
 
   const now = (changes = {}) => Settings.$new(...names.map((name) => ({ ...settings, ...changes })[name]));
 
-  const fillTable = (measured, from = []) => {
+  const fillTable = (measured, from = null) => {
     const exact = measured[0].seconds;
     const rows = measured.map((row, i) => element("tr", {},
       element("td", {}, row.name),
       element("td", { className: "number" }, model.duration(row.seconds)),
       element("td", { className: "number" }, `${model.short(exact / row.seconds)} x`),
-      element("td", { className: "number" }, from[i] == null ? "" : from[i] === 1 ? "any length" : `${shown(from[i])} tokens`),
+      element("td", { className: "number" }, from ? model.length_text(from[i]) : "…"),
       element("td", { className: "number" }, model.mebibytes(row.peak_bytes)),
       element("td", {}, row.error.__str__(), element("br"),
         element("small", { className: { within: "good", above: "bad" }[row.verdict] ?? "" }, within[row.verdict]))));
