@@ -47,8 +47,8 @@ def planned() -> list[Headline]:
         f"{plan.reason}"
     )
     exact = next(candidate for candidate in plan.candidates if candidate.form == "exact")
-    times = f"{exact.seconds / plan.choice.seconds:.2g} times"
-    return [Headline(times, text, command, "cost")]
+    ratio = exact.seconds / plan.choice.seconds
+    return [Headline(f"{ratio:,.0f} times" if ratio >= 10 else f"{ratio:.2g} times", text, command, "cost")]
 
 
 def checked(claims: Sequence[dict[str, Any]]) -> list[Headline]:
