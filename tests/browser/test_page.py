@@ -108,7 +108,7 @@ def test_all_controls_can_be_used_with_the_keyboard_alone(open_page, report):
     assert not page.locator("#experiment-language").is_visible()
     page.locator(".contents a[href='#experiments']").focus()
     page.keyboard.press("Enter")
-    page.wait_for_function("document.querySelector('#experiments > details').open")
+    page.locator("#experiment-language").wait_for()
 
 
 def test_a_plot_shows_values_and_toggles_its_lines_and_scales(opened, report):
@@ -133,6 +133,7 @@ def test_a_plot_shows_values_and_toggles_its_lines_and_scales(opened, report):
     assert plot.locator("canvas").evaluate("canvas => canvas.toDataURL()") != before
     plot.get_by_role("button", name="log y").click()
     plot.locator(".plot-table > summary").click()
+    plot.locator(".plot-table tbody tr").first.wait_for()  # It is filled when it opens.
     assert plot.locator(".plot-table tbody tr").count() == 5
     assert opened.messages == []
 
