@@ -17,7 +17,7 @@ from subquad.planning.calibration_file import cached, machine
 from subquad_lab.report.part import Material
 
 MAX_HEADLINES = 4
-PLANNED = dict(query_length=32_768, heads=8, head_dim=16, logit_range=0.5)
+LENGTH, HEADS, WIDTH, LOGIT_RANGE = 32_768, 8, 16, 0.5  # of the call that is planned
 
 
 @dataclass(frozen=True)
@@ -40,15 +40,15 @@ def planned() -> list[Headline]:
     """Return the planner's choice for a long sequence, if this machine was calibrated: that takes half a minute."""
     if cached(torch.device("cpu"), torch.float32) is None:
         return []
-    plan = subquad.plan(**PLANNED, is_causal=True)
-    options = f"--length {PLANNED['query_length']} --heads {PLANNED['heads']} --head-dim {PLANNED['head_dim']}"
+    plan = subquad.plan(query_length=LENGTH, heads=HEADS, head_dim=WIDTH, logit_range=LOGIT_RANGE, is_causal=True)
+    command = f"subquad plan --length {LENGTH} --heads {HEADS} --head-dim {WIDTH} --logit-range {LOGIT_RANGE}"
     text = (
-        f"For {PLANNED['query_length']:,} tokens, {PLANNED['heads']} heads of width {PLANNED['head_dim']} and logits "
-        f"within ±{PLANNED['logit_range']}, the planner chooses {plan.reason}"
+        f"For {LENGTH:,} tokens, {HEADS} heads of width {WIDTH} and logits within ±{LOGIT_RANGE}, the planner chooses "
+        f"{plan.reason}"
     )
     exact = next(candidate for candidate in plan.candidates if candidate.form == "exact")
-    times = f"{exact.seconds / plan.choice.seconds:.2g} times"
-    return [Headline(times, text, f"subquad plan {options} --logit-range {PLANNED['logit_range']}", "cost")]
+    ratio = exact.seconds / plan.choice.seconds
+    return [Headline(f"{ratio:,.0f} times" if ratio >= 10 else f"{ratio:.2g} times", text, command, "cost")]
 
 
 def checked(claims: Sequence[dict[str, Any]]) -> list[Headline]:
