@@ -23,8 +23,6 @@ from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
-from results import machine, today, write_page
-
 PAUSE_SECONDS = 3.0  # after the start of a period, before its steps are counted
 WARM_STEPS = 20
 RELOAD_SECONDS = 10.0
@@ -98,6 +96,7 @@ async def read(port: int, delay: float, end: float, counts: Counter[str]) -> Non
 
 async def read_all(port: int, readers: int, seconds: float) -> None:
     """Run all readers, and print what they counted as JSON."""
+    print("ready", flush=True)
     counts: Counter[str] = Counter()
     end = time.monotonic() + seconds
     delays = [SPREAD_SECONDS * i / readers for i in range(readers)]
@@ -116,6 +115,7 @@ def period(log: Path, port: int, readers: int, seconds: float) -> Period:
     if readers:
         arguments = ["--port", str(port), "--readers", str(readers), "--seconds", str(seconds + PAUSE_SECONDS)]
         clients = subprocess.Popen([sys.executable, __file__, *arguments], stdout=subprocess.PIPE, preexec_fn=idle)
+        assert clients.stdout is not None and clients.stdout.readline() == b"ready\n"
     time.sleep(PAUSE_SECONDS)
     begin, first = time.monotonic(), steps_of(log)
     time.sleep(seconds - 1.0)  # Readers that end do not count.
@@ -154,6 +154,8 @@ def measured(readers: int, seconds: float, pairs: int) -> list[Period]:
 
 
 def page(periods: list[Period], seconds: float) -> str:
+    from results import machine, today  # It imports torch, for which the readers need not wait.
+
     lines = ["| readers | steps/s | pages read | MB per page | events | errors |", "|---:|---:|---:|---:|---:|---:|"]
     for found in periods:
         counts = Counter(found.counts)
@@ -183,6 +185,8 @@ def main() -> None:
     if given.port is not None:
         asyncio.run(read_all(given.port, given.readers, given.seconds))
         return
+    from results import write_page
+
     periods = measured(given.readers, given.seconds, given.pairs)
     write_page("serve", page(periods, given.seconds), [found._asdict() for found in periods])
 

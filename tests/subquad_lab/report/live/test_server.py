@@ -39,12 +39,14 @@ def server(root, monkeypatch) -> Iterator[Server]:
 
 
 def raw(server: Server, request: bytes, seconds: float = FETCH_SECONDS) -> bytes:
-    """Send bytes and return the whole answer."""
+    """Send bytes and return the whole answer, or the beginning of one that does not end."""
     with socket.create_connection(("127.0.0.1", server.port), timeout=seconds) as connection:
         connection.sendall(request)
         answer = b""
         while added := connection.recv(1 << 16):
             answer += added
+            if b"text/event-stream" in answer and not request.startswith(b"HEAD"):
+                break
         return answer
 
 
