@@ -62,7 +62,7 @@ def test_curves_grow_and_runs_appear_without_reloading(open_page, growing, small
     assert after[:30] == before and after[30:] == [[str(step), "0.5"] for step in range(31, 61)]
     assert values(page, "validation perplexity")[-1] == ["60", "1.25"]
     assert page.evaluate("document.activeElement.tagName") == "BUTTON"  # A curve that grows does not move the focus.
-    shutil.copytree(small_runs / "gcn", server.watcher.root / "later")
+    shutil.copytree(small_runs / "transformer", server.watcher.root / "later")
     page.locator(".live-runs h3", has_text="later").first.wait_for()
     shutil.rmtree(server.watcher.root / "later")
     page.locator(".live-runs h3", has_text="later").first.wait_for(state="detached")

@@ -119,6 +119,10 @@ class FeatureMethod(Method):
         """The weights from the logits q.k, where that is cheaper than by features; else None."""
         return None
 
+    def draws(self, count: int) -> "list[Any]":
+        """Return the method as often as it differs by chance: once, unless it is random."""
+        return [self]
+
     @abstractmethod
     def size(self, width: int) -> int:
         """Return the number of features r."""

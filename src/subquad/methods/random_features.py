@@ -135,6 +135,10 @@ class RandomFeatures(FeatureMethod):
         """Return the same method with other projections."""
         return replace(self, seed=seed, matrix=None)
 
+    def draws(self, count: int) -> "list[RandomFeatures]":
+        """Return the method with the given number of different projections, its own first."""
+        return [self, *(self.redraw(self.seed + place) for place in range(1, count))]
+
     def table(self, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return the projections (rows, width), as drawn; `exponents` applies the scale to them."""
         if self.matrix is None:

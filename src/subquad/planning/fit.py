@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from subquad._calls.call import Call, check_tensors
-from subquad.methods import MethodLike, RandomFeatures, label_of, resolve
+from subquad.methods import MethodLike, label_of, resolve
 from subquad.methods.checks import check_whole
 from subquad.methods.error_estimate import ErrorEstimate
 from subquad.planning.coordinates import Moments, by_head, combined, picked_at, row_weights, scales, variants
@@ -136,10 +136,7 @@ class Rows:
 
     def average(self, method: Any) -> Tensor:
         """Return the mean of the squared errors over several draws of a random method, or those of another one."""
-        draws = [method]
-        if isinstance(method, RandomFeatures):
-            draws += [method.redraw(method.seed + place) for place in range(1, DRAWS)]
-        found: Tensor = torch.stack([self.squares(each) for each in draws]).mean(0)
+        found: Tensor = torch.stack([self.squares(each) for each in method.draws(DRAWS)]).mean(0)
         return found.clamp(SMALLEST, LARGEST)
 
     def relative(self, squares: Tensor, axes: tuple[int, ...]) -> Tensor:

@@ -77,8 +77,11 @@ def heads() -> tuple[dict[str, Any], list[Head]]:
     """Return what heads.json says, and the heads."""
     about = json.loads(ABOUT.read_text())
     tensors = unstored(BINARY.read_bytes(), len(about["tokens"]), about["width"], len(about["heads"]))
-    fields = Head._fields[:4]
-    return about, [Head(*(own[name] for name in fields), *x) for own, x in zip(about["heads"], tensors, strict=True)]
+    found = [
+        Head(own["kind"], own["layer"], own["head"], own["measure"], *x)
+        for own, x in zip(about["heads"], tensors, strict=True)
+    ]
+    return about, found
 
 
 def errors(head: Head) -> dict[str, float]:

@@ -4,7 +4,7 @@
 
 A message holds the whole progress of its run, with curves of limited size. A reader who is slow, or who comes late,
 needs only the newest message of each run: nothing is queued, and memory does not grow with the number of readers.
-Nothing is read while there are no readers.
+Files are read only while somebody reads the page.
 """
 
 import json
