@@ -38,6 +38,7 @@ from subquad_lab.training.config import Training
 from subquad_lab.training.experiment import Carry, Experiment, PartName, Rows
 from subquad_lab.training.run import ABOUT, CONFIG, Run
 
+LOG_FACTOR_RATE = 10.0  # of a hybrid's far weights: one number for each head, which has e-foldings to go
 STAGES: tuple[Stage, ...] = ("exact", "transfer", "adapt")
 TABLE, DECODING = "conversion", "decoding"  # records of a run
 PUBLISHED = [
@@ -189,8 +190,10 @@ class Convert:
 
     def _spans(self) -> list[Span]:
         model, ends, config = self.model, self.ends, self.config
-        spans = [Span([*student.learned.parameters()], ends["exact"], ends["transfer"], config.transfer_lr)
-                 for student in model.students.values()]  # fmt: skip
+        spans = [Span(parameters, ends["exact"], ends["transfer"], factor * config.transfer_lr)
+                 for student in model.students.values()
+                 for parameters, factor in ((student.learned.matrices, 1.0),
+                                            (student.learned.log_factors, LOG_FACTOR_RATE))]  # fmt: skip
         spans += [Span([*student.adapters.values()], ends["transfer"], ends["adapt"], config.adapt_lr)
                   for student in model.students.values()]  # fmt: skip
         spans += [Span([*network.parameters()], 0, ends["adapt"], config.lr) for network in model.scratch]
@@ -248,7 +251,7 @@ class Convert:
     # --- Figures --------------------------------------------------------------------------------------------------
 
     def evaluate(self, part: PartName, check: Callable[[], None]) -> dict[str, float]:
-        """Return the perplexity of each model that is trained; on the test part, of all models."""
+        """Return the perplexity of each model that is trained; at the swap and on the test part, of all models."""
         tokens = getattr(self.corpus, part)[: self.config.evaluate_tokens and self.config.evaluate_tokens + 1]
         found = {name: math.exp(min(700.0, entropy(decoder, tokens, self.config.context, check)))
                  for name, decoder in self._decoders(part)}  # fmt: skip
@@ -261,7 +264,7 @@ class Convert:
         is_whole = part == "test"
         if is_whole or self.step <= self.ends["exact"]:
             yield "exact", teacher
-        if is_whole:
+        if is_whole or self.step == self.ends["exact"]:
             for spec in split(self.config.untrained):
                 yield untrained(spec), self._swapped(spec)
         for spec, student in model.students.items() if self.step >= self.ends["exact"] else ():
@@ -282,7 +285,8 @@ class Convert:
         self.enter(self.batches)
         self.model.eval()
         rows, speeds = {}, {}
-        tokens, context = self.corpus.test, self.config.context
+        context, limit = self.config.context, self.config.evaluate_tokens
+        tokens = self.corpus.test[: limit and max(context, limit // 2)]  # half of them, because they are read twice
         for name, decoder in self._decoders("test"):
             first, second = repeated_entropies(decoder, tokens, context)
             nbytes, speed = decoding(decoder, tokens[:context])
