@@ -208,6 +208,23 @@ def paragraphs_of(text: str, split: Split = words_of) -> list[str]:
     return [word for block in re.split(r"\n\s*\n", text) if (found := split(block)) for word in (*found, END)]
 
 
+def with_repeats(tokens: Tensor, context: int) -> Tensor:
+    """Return a text (n,) that rewards a look back: in every other piece, the second half repeats the first.
+
+    Args:
+        tokens: The text.
+        context: Length of a piece.
+
+    Example:
+        >>> with_repeats(torch.arange(9), 4)
+        tensor([0, 1, 2, 3, 4, 5, 4, 5, 8])
+    """
+    found, half = tokens.clone(), context // 2
+    pieces = found[: len(found) // context * context].view(-1, context)  # a view of `found`
+    pieces[1::2, half : 2 * half] = pieces[1::2, :half]
+    return found
+
+
 def _is_treebank(folder: Path, contents: dict[str, str]) -> bool:
     """Return whether the files are those of the published results; warn about each that differs."""
     same = True
