@@ -22,7 +22,7 @@ class Config(Training):
         units: Tokens of the small Transformer: characters or words.
         repeats: Let the second half of every other piece of --context tokens repeat the first, in all parts of the
             text, so that the model needs to look back. Default: only for the small Transformer.
-        methods: Methods to convert to, separated by commas, such as window:8+hedgehog, taylor:2, linear:elu.
+        methods: Methods to convert to, separated by commas, such as window:16+hedgehog, taylor:2, linear:elu.
             window:64:4 is a window with 4 attention sinks.
         untrained: Methods to swap in without training, for comparison.
         exact_tokens: Number of tokens to train the small Transformer with exact attention.
@@ -42,7 +42,7 @@ class Config(Training):
 
     paths: ClassVar[tuple[str, ...]] = ("data", "model")
 
-    batch: int = 32
+    batch: int = 16
     lr: float = 3e-3
     schedule: Literal["constant", "linear", "cosine", "epochs"] = "cosine"
     warmup: int = 20
@@ -53,9 +53,9 @@ class Config(Training):
     model: str | None = None
     units: Tokens = "characters"
     repeats: bool | None = None
-    methods: str = "window:8+hedgehog,window:8+taylor:2,window:8+linear:elu,taylor:2,linear:elu"
-    untrained: str = "window:8,multipole"
-    exact_tokens: int = 1_000_000
+    methods: str = "window:16+hedgehog,window:16+taylor:2,window:16+linear:elu,taylor:2,linear:elu"
+    untrained: str = "window:16,multipole"
+    exact_tokens: int = 2_000_000
     tokens: int = 300_000
     adapt_tokens: int = 300_000
     rank: int = 16
@@ -66,7 +66,7 @@ class Config(Training):
     width: int = 128
     layers: int = 2
     heads: int = 4
-    context: int = 64
+    context: int = 128
     dropout: float = 0.0
 
     @property

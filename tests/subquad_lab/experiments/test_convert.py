@@ -328,7 +328,7 @@ def test_damaged_files_and_another_base_model_are_refused(pretrained, tmp_path):
         (["--context", "2"], "--context: expected at least 4"),
         (["--repeats", "maybe"], "--repeats: "),
         (["--units", "bytes"], "--units: expected one of 'words', 'characters', got 'bytes'"),
-        (["--batch", "100000"], "--batch: 100000 streams of 64 tokens need more than"),
+        (["--batch", "100000"], "--batch: 100000 streams of 128 tokens need more than"),
         (["--model", "nowhere"], "--model: no such folder: "),
         (["--data", "nowhere"], "--data: no such folder: "),
         (["--sequence-parallel", "2"], "--sequence-parallel: "),
