@@ -54,7 +54,7 @@ def section(run: Run, config: Config, picture: str) -> list[str]:
     parts = [f"## {model}", f"`subquad train convert {given}`, seed {config.seed}; text: {data['name']}."]
     found = convert.EXPERIMENT.table(run)
     if found is None:
-        parts.append("This run is not finished: there is no test perplexity yet.")
+        parts.append("This run has not finished, so it has no test perplexity.")
     else:
         assert result is not None
         parts += [f"Test, after {result['steps']:,} steps: {found.title}.", markdown(found.columns, found.rows)]
