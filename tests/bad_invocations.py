@@ -320,7 +320,7 @@ def _of_sizes(places: Places) -> Iterator[Bad]:
         yield Bad(("train", "convert", *guarded, "--methods", method), "--methods")
     for option, value in (("--tokens", "0"), ("--adapt-tokens", "-1"), ("--rank", "0"), ("--weights", "best"),
                           ("--patience", "1"), ("--context", "3"), ("--transfer-lr", ".nan"), ("--untrained", "x"),
-                          ("--evaluate-tokens", "0")):  # fmt: skip
+                          ("--evaluate-tokens", "0"), ("--repeats", "2"), ("--units", "bytes")):  # fmt: skip
         yield Bad(("train", "convert", *guarded, option, value), option)
     for path in (places.nowhere, places.plain, places.folder, places.fifo):
         yield Bad(("train", "convert", "--data", places.text, "--model", path), "--model")

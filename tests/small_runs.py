@@ -106,7 +106,9 @@ def small(name: str, text: Path, **changes) -> tuple[Experiment, Training]:
         sizes = dict(pairs="2,3", length=16, vocabulary=12, width=8, batch=4, warmup=3)
         return experiment, recall.Config(**sizes | dict(steps=30, evaluate_every=7) | own | changes)
     if of == "convert":  # 10 steps in each stage
-        sizes = dict(data=str(text), batch=4, context=8, width=8, heads=2, layers=1, rank=2, warmup=3, lr=0.02)
+        sizes = dict(
+            data=str(text), units="words", batch=4, context=8, width=8, heads=2, layers=1, rank=2, warmup=3, lr=0.02
+        )
         budget = dict(exact_tokens=320, tokens=320, adapt_tokens=320, evaluate_tokens=64, evaluate_every=7)
         return experiment, convert.Config(**sizes | budget | dict(dropout=0.3) | own | changes)
     if of == "speech":

@@ -1,4 +1,4 @@
-"""Methods by name: "taylor" is `Taylor()`, "taylor:3" is `Taylor(degree=3)`, "random:256" is `RandomFeatures(256)`."""
+"""Methods by name: "taylor" is `Taylor()`, "taylor:3" is `Taylor(degree=3)`, "window:64:4" is `Window(64, sinks=4)`."""
 
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
@@ -13,7 +13,7 @@ def method_named(spec: str, kinds: Mapping[str, Any], more_names: Sequence[str] 
     """Return the method that a name stands for, with its defaults unless a colon and an argument follow.
 
     Args:
-        spec: A name, or a name, a colon and the method's `argument`.
+        spec: A name, or a name, a colon and the method's `argument`; its `second_argument` may follow another colon.
         kinds: Methods by name.
         more_names: Further names for the error message.
 
@@ -31,12 +31,18 @@ def method_named(spec: str, kinds: Mapping[str, Any], more_names: Sequence[str] 
         return kind()
     if kind.argument is None:
         raise ValueError(f"method: {name!r} takes nothing after its name, got {spec!r}")
-    default = getattr(kind(), kind.argument)
+    second = getattr(kind, "second_argument", None)
+    given = {kind.argument: text}
+    if second is not None and ":" in text:
+        given = dict(zip((kind.argument, second), text.split(":", 1), strict=True))
+    values = {}
+    for argument, own in given.items():
+        default = getattr(kind(), argument)
+        try:
+            values[argument] = int(own) if default is None else type(default)(own)
+        except ValueError:
+            raise ValueError(f"method: expected an integer for {argument} in {spec!r}, got {own!r}") from None
     try:
-        value = int(text) if default is None else type(default)(text)
-    except ValueError:
-        raise ValueError(f"method: expected an integer for {kind.argument} in {spec!r}, got {text!r}") from None
-    try:
-        return kind(**{kind.argument: value})
+        return kind(**values)
     except ValueError as error:
         raise ValueError(f"method: {spec!r}: {error}") from error

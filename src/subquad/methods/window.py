@@ -48,6 +48,7 @@ class Window(SparseMethod):
 
     name: ClassVar[str] = "window"
     argument: ClassVar[str | None] = "size"
+    second_argument: ClassVar[str] = "sinks"  # "window:64:4"
 
     size: int | None = 256
     sinks: int = 0

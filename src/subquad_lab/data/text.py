@@ -1,6 +1,6 @@
 """Text for language models, split into three parts, with a vocabulary from the training part.
 
-    embedded     the documentation topics that come with Python, split by topic
+    embedded     the documentation topics that come with Python, split by topic; paragraphs of several topics count once
     a folder     ptb.{train,valid,test}.txt (Penn Treebank), wiki.{train,valid,test}.tokens (WikiText), or
                  {train,valid,test}.txt: words separated by spaces, one sentence per line
                  otherwise all *.txt, *.md and *.rst files, split by file
@@ -148,7 +148,25 @@ def embedded(split: Split) -> dict[str, list[str]]:
 def _topics() -> dict[str, str]:
     from pydoc_data.topics import topics  # type: ignore[import-not-found,unused-ignore]
 
-    return dict(topics)
+    return without_copies(dict(topics))
+
+
+def without_copies(texts: dict[str, str]) -> dict[str, str]:
+    """Return the texts, with each paragraph in one of them only: whole sections are part of several topics.
+
+    Paragraphs stay where `_names` looks first, so that no paragraph of held-out text is in the training text.
+    """
+    seen: set[str] = set()
+    found = {}
+    for name in _order(texts):
+        paragraphs = [(block, " ".join(block.split())) for block in re.split(r"\n\s*\n", texts[name])]
+        kept = []
+        for block, words in paragraphs:
+            if words not in seen:
+                kept.append(block)
+            seen.add(words)
+        found[name] = "\n\n".join(kept)
+    return found
 
 
 def _texts(folder: Path) -> dict[str, str]:
@@ -173,15 +191,19 @@ def _split(texts: dict[str, list[str]]) -> dict[str, list[str]]:
 
 
 def _joined(texts: dict[str, str]) -> dict[str, str]:
-    return {part: "\n".join(texts[name] for name in names) for part, names in _names(texts).items()}
+    return {part: "\n\n".join(texts[name] for name in names) for part, names in _names(texts).items()}
 
 
 def _names(texts: Iterable[str]) -> dict[str, list[str]]:
     """Split by text, in the order of a hash of the names: a tenth each for validation and test."""
-    order = sorted(texts, key=lambda name: hashlib.sha256(name.encode()).hexdigest())
+    order = _order(texts)
     tenth = max(1, len(order) // 10)
     chosen = {"valid": order[:tenth], "test": order[tenth : 2 * tenth], "train": order[2 * tenth :]}
     return {part: sorted(chosen[part]) for part in PARTS}
+
+
+def _order(names: Iterable[str]) -> list[str]:
+    return sorted(names, key=lambda name: hashlib.sha256(name.encode()).hexdigest())
 
 
 def read(path: Path) -> str:
@@ -206,6 +228,23 @@ def lines_of(text: str, split: Split = str.split) -> list[str]:
 def paragraphs_of(text: str, split: Split = words_of) -> list[str]:
     """Return the words of plain text, with an end after each paragraph; empty lines end paragraphs."""
     return [word for block in re.split(r"\n\s*\n", text) if (found := split(block)) for word in (*found, END)]
+
+
+def with_repeats(tokens: Tensor, context: int) -> Tensor:
+    """Return a text (n,) that rewards a look back: in every other piece, the second half repeats the first.
+
+    Args:
+        tokens: The text.
+        context: Length of a piece.
+
+    Example:
+        >>> with_repeats(torch.arange(9), 4)
+        tensor([0, 1, 2, 3, 4, 5, 4, 5, 8])
+    """
+    found, half = tokens.clone(), context // 2
+    pieces = found[: len(found) // context * context].view(-1, context)  # a view of `found`
+    pieces[1::2, half : 2 * half] = pieces[1::2, :half]
+    return found
 
 
 def _is_treebank(folder: Path, contents: dict[str, str]) -> bool:

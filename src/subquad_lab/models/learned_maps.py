@@ -77,6 +77,18 @@ class LearnedMethods(nn.Module):
         self.maps = nn.ModuleList(method for method in methods if isinstance(method, nn.Module))
         vars(self)["methods"] = methods
 
+    @property
+    def log_factors(self) -> list[nn.Parameter]:
+        """The factors of far weights of hybrids."""
+        return [method.log_factor for method in self.methods
+                if isinstance(method, Hybrid) and method.log_factor is not None]  # fmt: skip
+
+    @property
+    def matrices(self) -> list[nn.Parameter]:
+        """The parameters of the maps."""
+        factors = {id(factor) for factor in self.log_factors}
+        return [parameter for parameter in self.parameters() if id(parameter) not in factors]
+
 
 def learned(method: Any, shape: HeadShape) -> Any:
     """Return a method with parameters of its own: a learned map, alone or behind a window; others as they are.

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from subquad_lab.models.decoders import Decoder
 
 TOKENS_AT_ONCE = 2048  # per forward pass
-REPEATED_PIECES = 8
+REPEATED_TOKENS = 8192  # that are read to see what is recalled
 TIMED_TOKENS = 32
 
 
@@ -54,7 +54,7 @@ def repeated_entropies(decoder: Decoder, tokens: Tensor, context: int) -> tuple[
     predict the second.
     """
     device, half = next(decoder.network.parameters()).device, context // 2
-    count = min(REPEATED_PIECES, max(1, len(tokens) // half))
+    count = max(1, min(REPEATED_TOKENS // context, len(tokens) // half))
     piece = tokens[: count * half].view(count, -1)
     twice = torch.cat([piece, piece], 1).to(device)
     losses = torch.cat([

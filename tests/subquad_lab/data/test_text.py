@@ -7,7 +7,7 @@ import pytest
 
 from subquad_lab import UsageError
 from subquad_lab.data import text as module
-from subquad_lab.data.text import END, UNKNOWN, load_text, paragraphs_of, words_of
+from subquad_lab.data.text import END, UNKNOWN, load_prose, load_text, paragraphs_of, words_of
 
 TREEBANK = Path(__file__).parents[4] / "shared" / "data" / "ptb"
 
@@ -19,20 +19,31 @@ def words(corpus, part: str) -> list[str]:
 def test_the_embedded_text_is_pythons_documentation_split_by_topic():
     from pydoc_data.topics import topics
 
-    corpus = load_text()
-    parts = {part: " ".join(words(corpus, part)) for part in module.PARTS}
+    corpus, prose = load_text(), load_prose()
     assert len(corpus.words) > 1000
     assert len(corpus.train) > 5 * len(corpus.test) > 0
-    found = dict.fromkeys(module.PARTS, 0)
-    place = {word: i for i, word in enumerate(corpus.words)}
-    for topic in topics.values():
-        said = " ".join(word if word in place else UNKNOWN for word in paragraphs_of(topic))
-        inside = [part for part, text in parts.items() if said in text]
-        assert inside, topic[:50]
-        if len(said.split()) > 40:
-            assert len(inside) == 1  # A topic is in one part alone.
-            found[inside[0]] += 1
-    assert all(found.values())
+    found = {part: {" ".join(words_of(block)) for block in re.split(r"\n\s*\n", prose.parts[part])} - {""}
+             for part in module.PARTS}  # fmt: skip
+    every = {" ".join(words_of(block)) for topic in topics.values() for block in re.split(r"\n\s*\n", topic)} - {""}
+    assert set.union(*found.values()) == every
+
+
+def test_no_paragraph_of_held_out_text_is_in_the_training_text():
+    """Topics share whole sections: split by topic alone, nine tenths of the validation text were training text."""
+    parts = {part: " ".join(prose.split()) for part, prose in load_prose().parts.items()}
+    for part in ("valid", "test"):
+        pieces = [parts[part][i : i + 100] for i in range(0, len(parts[part]) - 100, 100)]
+        assert len(pieces) > 100
+        for other in {"train", "valid", "test"} - {part}:
+            assert sum(piece in parts[other] for piece in pieces) <= 0.01 * len(pieces), (part, other)
+
+
+def test_a_paragraph_stays_in_the_text_that_is_held_out_first():
+    texts = {str(i): f"common  words\n\nown {i}" for i in range(30)}
+    found = module.without_copies(texts)
+    first = module._order(texts)[0]
+    assert found[first] == texts[first] and first in module._names(texts)["valid"]
+    assert all(text == f"own {name}" for name, text in found.items() if name != first)
 
 
 def test_the_vocabulary_comes_from_the_training_part_alone(tmp_path):

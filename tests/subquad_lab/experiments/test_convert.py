@@ -198,6 +198,7 @@ def test_figures_are_those_of_the_stages(finished):
     table = convert.EXPERIMENT.table(run)
     assert table.rows[0][0] == "exact" and len(table.rows) == len(names)
     lines = {line["step"]: line for line in run.metrics() if "valid/perplexity" in line}
+    assert [step for step, line in lines.items() if "valid/window:2 untrained" in line] == [10]  # at the swap
     assert lines.keys() == {7, 10, 14, 20, 21, 28, 30}  # every 7 steps, and where a stage ends
     assert "valid/exact" in lines[10] and "valid/linear:elu" in lines[10] and "valid/linear:elu" not in lines[7]
 
@@ -214,12 +215,15 @@ def test_what_a_stage_does_not_train_stays_the_same(finished, tmp_path):
         rates = task.enter(step)
         stages.append([rate > 0 for rate in rates])
         assert [group[0].requires_grad for group in task.groups] == stages[-1]
-    assert stages == [  # two maps, two adapters, two from scratch, the exact model
-        [False, False, False, False, True, True, True],
-        [True, True, False, False, True, True, False],
-        [False, False, True, True, True, True, False],
-        [False] * 7,
+    assert stages == [  # two maps and the factor of the first, two adapters, two from scratch, the exact model
+        [False, False, False, False, False, True, True, True],
+        [True, True, True, False, False, True, True, False],
+        [False, False, False, True, True, True, True, False],
+        [False] * 8,
     ]
+    matrices, factors, *_ = task.enter(13)  # The factor of far weights learns faster.
+    assert factors == pytest.approx(convert.LOG_FACTOR_RATE * matrices)
+    assert [tuple(parameter.shape) for parameter in task.groups[1]] == [(2,)]
 
 
 def test_the_report_has_its_table_and_plot(finished, tmp_path):
@@ -322,7 +326,9 @@ def test_damaged_files_and_another_base_model_are_refused(pretrained, tmp_path):
         (["--epochs", "2"], "--epochs: the numbers of tokens"),
         (["--heads", "3"], "--heads: expected a divisor of the width 128"),
         (["--context", "2"], "--context: expected at least 4"),
-        (["--batch", "100000"], "--batch: 100000 streams of 256 tokens need more than"),
+        (["--repeats", "maybe"], "--repeats: "),
+        (["--units", "bytes"], "--units: expected one of 'words', 'characters', got 'bytes'"),
+        (["--batch", "100000"], "--batch: 100000 streams of 128 tokens need more than"),
         (["--model", "nowhere"], "--model: no such folder: "),
         (["--data", "nowhere"], "--data: no such folder: "),
         (["--sequence-parallel", "2"], "--sequence-parallel: "),
@@ -330,6 +336,26 @@ def test_damaged_files_and_another_base_model_are_refused(pretrained, tmp_path):
 )
 def test_what_is_wrong_is_named(options, message, complaint, tmp_path):
     assert f"subquad: error: {message}" in complaint(["train", "convert", *options, "--out", str(tmp_path)])
+
+
+def test_repeats_are_in_every_part_and_training_sees_them_whole(finished, text):
+    """The rows of a batch begin where a piece begins, and the text of another piece is as it was."""
+    _, task = trained(finished[0].folder)
+    half = task.config.context // 2
+    for part in ("train", "valid", "test"):
+        plain, found = getattr(task.corpus, part), task.texts[part]
+        pieces, own = (x[: len(x) // 8 * 8].view(-1, 8) for x in (found, plain))
+        assert torch.equal(pieces[1::2, half:], own[1::2, :half]) and torch.equal(pieces[::2], own[::2])
+    inputs = torch.cat([task.batch(0, i)[0] for i in range(task.passes)])
+    repeated = (inputs[:, half:] == inputs[:, :half]).all(1)
+    assert 0.4 < repeated.float().mean() < 0.6
+    _, plain = small("conversion", text, repeats=False)
+    assert torch.equal(convert.build(plain).texts["test"], task.corpus.test)
+
+
+def test_a_pretrained_model_reads_its_text_without_repeats(pretrained):
+    _, task = trained(pretrained / "convert-001")
+    assert not task.config.has_repeats and torch.equal(task.texts["test"], task.corpus.test)
 
 
 def test_prose_is_the_text_of_the_words(text):

@@ -19,6 +19,7 @@ from subquad_lab.options.methods import parse_method, refuse_many_features
         ("multipole:8", subquad.Multipole(top=8)),
         ("window", subquad.Window(256)),
         ("window:64", subquad.Window(64)),
+        ("window:64:4", subquad.Window(64, sinks=4)),
     ],
 )
 def test_spec_names_the_method(spec, method):
@@ -46,6 +47,10 @@ def test_every_method_of_the_library_has_its_name():
         ("random:0", "--method: 'random:0': .*num_features"),
         ("window:0", "--method: 'window:0': size: expected an integer from 1"),
         ("window:near", "expected an integer for size in 'window:near', got 'near'"),
+        ("window:64:x", "expected an integer for sinks in 'window:64:x', got 'x'"),
+        ("window:64:-1", "'window:64:-1': sinks: expected an integer from 0"),
+        ("window:64:4:5", "expected an integer for sinks in 'window:64:4:5', got '4:5'"),
+        ("taylor:2:3", "expected an integer for degree in 'taylor:2:3', got '2:3'"),
         ("block_sparse", "expected one of .* got 'block_sparse'"),
         ("linear:tanh", "--method: 'linear:tanh': .*activation"),
     ],
