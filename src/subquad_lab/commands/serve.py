@@ -9,7 +9,7 @@ from subquad_lab.report.live.server import HOST, Server
 from subquad_lab.system.text import say
 
 MAX_PORT = 65535
-NICENESS = 10  # The least priority: training comes first.
+NICENESS = 10  # Training comes first, but a page must not wait for it.
 
 
 def run(root: Path, port: int) -> None:
