@@ -230,6 +230,19 @@ def test_outside_graph() -> None:
         torch.jit.trace(function, X)
 
 
+def test_never_compiled() -> None:
+    recorded = []
+
+    @internals.never_compiled
+    def numbers(x: Tensor) -> Tensor:
+        recorded.append(torch.compiler.is_compiling())
+        return x + int(x.sum())
+
+    torch.compiler.reset()
+    assert torch.equal(torch.compile(lambda x: numbers(x) * 2, backend="eager")(X), (X + 15) * 2)
+    assert torch.equal(numbers(X), X + 15) and recorded == [False, False]
+
+
 def test_exponential_is_in_place_unless_a_program_is_recorded() -> None:
     x = X.clone()
     assert internals.exponential(x) is x and torch.equal(x, X.exp())
@@ -280,5 +293,6 @@ def test_every_function_has_a_canary() -> None:
     own = {name for name, value in named.items() if getattr(value, "__module__", "") == internals.__name__}
     tested = {"find_internal", "in_transform", "in_vmap", "is_transformed", "is_recorded", "is_batched",
               "mark_constant", "register_container", "in_trace", "has_open_size", "has_numbers", "outside_graph",
-              "exponential", "in_backward", "in_onnx_export", "with_fixed_sizes", "assert_later"}  # fmt: skip
+              "exponential", "in_backward", "in_onnx_export", "with_fixed_sizes", "assert_later",
+              "never_compiled"}  # fmt: skip
     assert own == tested
