@@ -36,3 +36,4 @@ def _run(rank: int, function: Callable[[int], Any], count: int, folder: str, tim
     (Path(folder) / str(rank)).write_bytes(pickle.dumps(result))
     dist.barrier()
     dist.destroy_process_group()
+    os._exit(0)  # Threads of gloo that are still ending can abort the process while Python shuts down.
