@@ -13,7 +13,7 @@ import yaml
 from subquad_lab.experiments import EXPERIMENTS, convert, graphs, images, language, recall, speech
 from subquad_lab.experiments.language import Config
 from subquad_lab.experiments.stored import opened
-from subquad_lab.system.checksums import SUMS, as_lines, digest
+from subquad_lab.system.checksums import SUMS, as_lines, closed, digest
 from subquad_lab.training import checkpoint, seeds, snapshot
 from subquad_lab.training.config import Training
 from subquad_lab.training.experiment import Experiment
@@ -139,20 +139,21 @@ def resume(folder: Path, experiment: Experiment | None = None) -> tuple[Run, dic
 
 def listed(folder: Path) -> list[str]:
     """The names in SHA256SUMS, apart from the code that reads it."""
-    return [line.split("  ")[1] for line in (folder / SUMS).read_text().splitlines()]
+    return [line.split("  ")[1] for line in (folder / SUMS).read_text().splitlines()[:-1]]
 
 
 def reseal(folder: Path) -> None:
     """Checksums that fit, as whoever changed the files of a run on purpose would write them."""
     sums = {name: digest((folder / name).read_bytes()) for name in listed(folder) if (folder / name).is_file()}
-    (folder / SUMS).write_bytes(as_lines(sums))
+    (folder / SUMS).write_bytes(closed(as_lines(sums)))
 
 
 def unfinish(folder: Path) -> None:
     """Make a finished run what it was after its last checkpoint."""
     (folder / RESULT).unlink()
-    lines = (folder / SUMS).read_text().splitlines(keepends=True)
-    (folder / SUMS).write_text("".join(line for line in lines if line.split()[1] not in (RESULT, METRICS, TIMING)))
+    lines = (folder / SUMS).read_text().splitlines(keepends=True)[:-1]
+    kept = "".join(line for line in lines if line.split()[1] not in (RESULT, METRICS, TIMING))
+    (folder / SUMS).write_bytes(closed(kept.encode()))
 
 
 def final(run: Run) -> tuple[dict[str, torch.Tensor], bytes]:

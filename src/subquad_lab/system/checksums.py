@@ -9,7 +9,8 @@ looks damaged, and no incomplete file that looks intact:
     listed, but missing or different     damaged
     not listed                           not written completely; it is written again
 
-A folder whose list is missing is damaged too. The sums detect damage; they are not a signature.
+The last line of the list is a comment with the checksum of the lines before it, because a list that was cut would name
+fewer files. A folder whose list is missing is damaged too. The sums detect damage; they are not a signature.
 """
 
 import hashlib
@@ -40,6 +41,11 @@ def as_lines(sums: Mapping[str, str]) -> bytes:
     return "".join(f"{checksum}  {name}\n" for name, checksum in sums.items()).encode()
 
 
+def closed(lines: bytes) -> bytes:
+    """Return the lines of a list, followed by the line with their own checksum."""
+    return lines + f"# {digest(lines)}\n".encode()
+
+
 def read_sums(folder: Path) -> dict[str, str]:
     """Return the checksums of a folder by name.
 
@@ -48,7 +54,7 @@ def read_sums(folder: Path) -> dict[str, str]:
     """
     path = folder / SUMS
     try:
-        lines = read_regular(path, MAX_SUMS_BYTES).decode("ascii", errors="replace").split("\n")
+        content = read_regular(path, MAX_SUMS_BYTES)
     except FileNotFoundError:
         raise Damaged(
             f"{folder}: {SUMS} is missing: it was deleted, or an earlier version of subquad made this folder; see "
@@ -56,14 +62,18 @@ def read_sums(folder: Path) -> dict[str, str]:
         ) from None
     except OSError as error:
         raise Damaged(f"{path}: {error.strerror}") from error
+    last = content.rfind(b"\n", 0, -1) + 1
+    if content != closed(content[:last]):
+        raise Damaged(
+            f"{path}: the list was changed or cut: its last line is not the checksum of the lines before it; see "
+            "'Checksums' in docs/lab.md"
+        )
     sums: dict[str, str] = {}
-    for number, line in enumerate(lines[:-1], 1):
+    for number, line in enumerate(content[:last].decode("ascii", errors="replace").split("\n")[:-1], 1):
         found = LINE.fullmatch(line)
         if found is None or found[2] in sums:
             raise Damaged(f"{path}: line {number} is not a checksum and a name")
         sums[found[2]] = found[1]
-    if lines[-1]:
-        raise Damaged(f"{path}: the last line was cut")
     for name in sums:
         if not (folder / name).is_file():
             raise Damaged(f"{folder / name}: the file is missing, but {SUMS} lists it")
@@ -126,18 +136,18 @@ def write_listed(folder: Path, contents: Mapping[str, bytes], others: Mapping[st
     sums = read_sums(folder) if (folder / SUMS).is_file() else None
     kept = {name: checksum for name, checksum in (sums or {}).items() if name not in contents}
     if kept != sums:
-        _write(folder / SUMS, as_lines(kept))
+        _write(folder / SUMS, closed(as_lines(kept)))
     for name, content in contents.items():
         _write(folder / name, content)
     added = {name: digest(content) for name, content in contents.items()}
-    _write(folder / SUMS, as_lines(kept | dict(others or {}) | added))
+    _write(folder / SUMS, closed(as_lines(kept | dict(others or {}) | added)))
 
 
 def unlist(folder: Path, names: Iterable[str]) -> None:
     """Remove files from the list, because they are going to change."""
     sums = read_sums(folder)
     if names := set(names) & sums.keys():
-        _write(folder / SUMS, as_lines({name: sums[name] for name in sums if name not in names}))
+        _write(folder / SUMS, closed(as_lines({name: sums[name] for name in sums if name not in names})))
 
 
 def _write(path: Path, content: bytes) -> None:
