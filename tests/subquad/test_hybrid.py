@@ -137,7 +137,7 @@ def attend(method: Hybrid, q: Tensor, k: Tensor, v: Tensor, keep: Tensor | None 
     )  # fmt: skip
 
 
-def close(found: Tensor, expected: Tensor, tolerance: float = 1e-12) -> None:
+def assert_close(found: Tensor, expected: Tensor, tolerance: float = 1e-12) -> None:
     largest = float(expected.detach().abs().max()) if expected.numel() else 0.0
     torch.testing.assert_close(found, expected, rtol=0, atol=tolerance * max(1.0, largest))
 
@@ -155,9 +155,9 @@ def test_output_and_gradients_are_those_of_all_pairs(far, size, sinks, keep) -> 
     for form in (None, "dense", "chunked"):
         call = Call.of(*inputs, is_causal=True, enable_gqa=True, key_padding_mask=keep)
         output = run(method, call, form, chunk=None if form is None else 4).output
-        close(output, expected)
+        assert_close(output, expected)
         for own, wanted in zip(torch.autograd.grad(output, learned, upward, **options), gradients, strict=True):
-            close(own, wanted)
+            assert_close(own, wanted)
 
 
 @pytest.mark.parametrize("fault", ["border", "window", "normalizer"])
@@ -166,7 +166,7 @@ def test_a_faulty_oracle_differs(far, fault) -> None:
     method, inputs = hybrid(far), draw()
     found, wrong = attend(method, *inputs), oracle(method, *inputs, None, fault)
     assert (found - wrong).abs().max() > 1e-3
-    close(found, oracle(method, *inputs, None))
+    assert_close(found, oracle(method, *inputs, None))
 
 
 @by_far
@@ -182,7 +182,7 @@ def test_pieces_give_the_result_of_the_whole(far, size, sinks, keep) -> None:
             shown = None if keep is None else keep[:, part]
             output, state = attend(method, *own, shown, state=state, return_state=True)
             outputs.append(output)
-        close(torch.cat(outputs, 2), whole)
+        assert_close(torch.cat(outputs, 2), whole)
         assert state.length == LENGTH
 
 
@@ -196,7 +196,7 @@ def test_gradients_pass_through_states() -> None:
             output, state = attend(method, *(x[:, :, part] for x in inputs), state=state, return_state=True)
             loss = loss + output.square().sum()
         for own, wanted in zip(torch.autograd.grad(loss, learned), expected, strict=True):
-            close(own, wanted)
+            assert_close(own, wanted)
 
 
 @pytest.mark.parametrize("queries", [0, 1, 5, 12])
@@ -208,8 +208,8 @@ def test_keys_without_queries_enter_the_state(queries) -> None:
         _, state = attend(method, q[:, :, :0], k[:, :, :20], v[:, :, :20], return_state=True)
         rows = slice(32 - queries, 32)
         output, state = attend(method, q[:, :, rows], k[:, :, 20:32], v[:, :, 20:32], state=state, return_state=True)
-        close(output, whole[:, :, rows])
-        close(attend(method, *(x[:, :, 32:] for x in (q, k, v)), state=state), whole[:, :, 32:])
+        assert_close(output, whole[:, :, rows])
+        assert_close(attend(method, *(x[:, :, 32:] for x in (q, k, v)), state=state), whole[:, :, 32:])
 
 
 @by_far
@@ -220,10 +220,10 @@ def test_the_decoder_continues_and_its_state_resumes(far, size, sinks) -> None:
     _, state = attend(method, *(x[:, :, :30] for x in inputs), return_state=True)
     decoder = Decoder(state, enable_gqa=True)
     outputs = [decoder(*(x[:, :, t : t + 1] for x in inputs)) for t in range(30, 110)]
-    close(torch.cat(outputs, 2), whole[:, :, 30:110])
-    close(attend(method, *(x[:, :, 110:] for x in inputs), state=decoder.state), whole[:, :, 110:])
+    assert_close(torch.cat(outputs, 2), whole[:, :, 30:110])
+    assert_close(attend(method, *(x[:, :, 110:] for x in inputs), state=decoder.state), whole[:, :, 110:])
     again = attend(method, *(x[:, :, 30:40] for x in inputs), state=state)  # The decoder did not change it.
-    close(again, whole[:, :, 30:40])
+    assert_close(again, whole[:, :, 30:40])
 
 
 @by_far
@@ -272,7 +272,7 @@ def test_large_logits_do_not_overflow(far) -> None:
     q, k, v = inputs[0] * 6, inputs[1] * 6, inputs[2]
     output = attend(hybrid(far, has_factor=False), q, k, v)
     expected = oracle(hybrid(far, has_factor=False), q.double(), k.double(), v.double(), None)
-    close(output.double(), expected, 1e-3)
+    assert_close(output.double(), expected, 1e-3)
     huge = attend(hybrid(far, has_factor=False), q * 1e3, k * 1e3, v)
     assert bool(huge.isfinite().all()) and huge.abs().max() <= v.abs().max() * 1.001
 
@@ -297,9 +297,9 @@ def test_half_precision_and_autocast_are_computed_wide() -> None:
 def test_transforms_agree() -> None:
     method, inputs = hybrid("hedgehog"), draw()
     expected = attend(method, *inputs)
-    close(torch.func.vmap(lambda *x: attend(method, *x))(*inputs), expected)
+    assert_close(torch.func.vmap(lambda *x: attend(method, *x))(*inputs), expected)
     compiled = torch.compile(lambda *x: attend(method, *x), backend="eager", fullgraph=True)
-    close(compiled(*inputs), expected)
+    assert_close(compiled(*inputs), expected)
 
 
 def test_exported_programs_agree_with_and_without_our_operators() -> None:
@@ -313,8 +313,8 @@ def test_exported_programs_agree_with_and_without_our_operators() -> None:
 
     model, inputs = Model(), tuple(draw())
     program = torch.export.export(model, inputs)
-    close(program.module()(*inputs), model(*inputs))
-    close(program.run_decompositions(decompositions()).module()(*inputs), model(*inputs), 1e-9)
+    assert_close(program.module()(*inputs), model(*inputs))
+    assert_close(program.run_decompositions(decompositions()).module()(*inputs), model(*inputs), 1e-9)
 
 
 def test_calls_that_it_does_not_serve() -> None:

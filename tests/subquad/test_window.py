@@ -79,7 +79,7 @@ def with_gradients(output: Tensor, inputs: list[Tensor]) -> list[Tensor]:
     return [output.detach(), *torch.autograd.grad(output, inputs, cotangent)]
 
 
-def close(found: Tensor, wanted: Tensor, tolerance: float = 1e-12) -> None:
+def assert_close(found: Tensor, wanted: Tensor, tolerance: float = 1e-12) -> None:
     torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
 
 
@@ -92,7 +92,7 @@ def test_window_is_attention_under_a_dense_mask(form, size, sinks, mask, is_caus
     found = computed(method, inputs, form, is_causal=is_causal, **MASKS[mask]).output
     wanted = expected(method, inputs, is_causal, MASKS[mask])
     for a, b in zip(with_gradients(found, inputs), with_gradients(wanted, inputs), strict=True):
-        close(a, b)
+        assert_close(a, b)
 
 
 @by_form
@@ -102,7 +102,7 @@ def test_lengths_may_differ_in_causal_calls(form, n, m) -> None:
     found = computed(method, inputs, form, is_causal=True).output
     wanted = expected(method, inputs, True, {})
     for a, b in zip(with_gradients(found, inputs), with_gradients(wanted, inputs), strict=True):
-        close(a, b)
+        assert_close(a, b)
 
 
 @by_form
@@ -115,7 +115,7 @@ def test_tiles_and_strips_have_no_seams(form, length, size) -> None:
     wanted = F.scaled_dot_product_attention(*inputs, near, enable_gqa=True)
     found = computed(method, inputs, form, is_causal=True).output
     for a, b in zip(with_gradients(found, inputs), with_gradients(wanted, inputs), strict=True):
-        close(a, b, 1e-10)
+        assert_close(a, b, 1e-10)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)])
@@ -125,7 +125,7 @@ def test_dtypes(dtype, tolerance, form) -> None:
     found = computed(Window(50, 4), inputs, form, is_causal=True).output
     assert found.dtype == dtype
     wanted = computed(Window(50, 4), [x.double() for x in inputs], "dense", is_causal=True).output
-    close(found.double(), wanted, tolerance)
+    assert_close(found.double(), wanted, tolerance)
 
 
 def test_autocast_computes_in_float32() -> None:
@@ -133,7 +133,7 @@ def test_autocast_computes_in_float32() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         found = attention(*inputs, is_causal=True, enable_gqa=True, method=Window(9))
     assert found.dtype == torch.bfloat16
-    close(found.float(), attention(*inputs, is_causal=True, enable_gqa=True, method=Window(9)), 1e-2)
+    assert_close(found.float(), attention(*inputs, is_causal=True, enable_gqa=True, method=Window(9)), 1e-2)
 
 
 @by_form
@@ -147,7 +147,7 @@ def test_soft_capping_and_learned_sinks(form, is_causal, size) -> None:
     wanted = expected(method, inputs, is_causal, {"key_padding_mask": KEEP})
     given = [*inputs, sinks]
     for a, b in zip(with_gradients(found, given), with_gradients(wanted, given), strict=True):
-        close(a, b)
+        assert_close(a, b)
 
 
 def test_soft_capping_in_float32_keeps_small_and_large_logits() -> None:
@@ -155,7 +155,7 @@ def test_soft_capping_in_float32_keeps_small_and_large_logits() -> None:
         inputs = [x * size**0.5 for x in draw(70, d=16, dtype=torch.float32)[:2]] + draw(70, dtype=torch.float32)[2:]
         method = Window(20, softcap=30.0)
         found = computed(method, inputs, None, is_causal=True).output
-        close(found.double(), expected(method, [x.double() for x in inputs], True, {}), 1e-5)
+        assert_close(found.double(), expected(method, [x.double() for x in inputs], True, {}), 1e-5)
 
 
 @by_form
@@ -171,7 +171,7 @@ def test_a_sequence_in_pieces_is_the_whole(form, mask, size, sinks, cuts) -> Non
         output, state, _ = computed(method, pieces, form, is_causal=True, state=state, return_state=True, **part)
         outputs.append(output)
     assert state.length == 41
-    close(torch.cat(outputs, 2), expected(method, inputs, True, masks))
+    assert_close(torch.cat(outputs, 2), expected(method, inputs, True, masks))
 
 
 def test_a_state_is_a_value() -> None:
@@ -193,9 +193,9 @@ def test_a_state_is_a_value() -> None:
     first, end = follow(state, 0.0)
     follow(state, 1.0)
     for start in (state, *copies):
-        close(follow(start, 0.0)[0], first, 1e-6)
+        assert_close(follow(start, 0.0)[0], first, 1e-6)
     whole = attention(*inputs, is_causal=True, enable_gqa=True, method=method)
-    close(first, whole[:, :, 30:], 1e-6)
+    assert_close(first, whole[:, :, 30:], 1e-6)
     assert end.length == 60
 
 
@@ -214,7 +214,7 @@ def test_steps_can_be_differentiated_together(learned) -> None:
         outputs.append(output)
     (found,) = torch.autograd.grad(torch.cat(outputs, 2).square().sum(), leaf)
     (wanted,) = torch.autograd.grad(attention(*inputs, **options).square().sum(), leaf)
-    close(found, wanted)
+    assert_close(found, wanted)
 
 
 def test_beams_select_rows_of_a_state() -> None:
@@ -224,7 +224,7 @@ def test_beams_select_rows_of_a_state() -> None:
     both = attention(*token, is_causal=True, enable_gqa=True, method=method, state=state)
     chosen = torch.tensor([1, 1, 0])
     found = attention(*(x[chosen] for x in token), is_causal=True, enable_gqa=True, method=method, state=state[chosen])
-    close(found, both[chosen])
+    assert_close(found, both[chosen])
 
 
 @pytest.mark.parametrize("method", [Window(6), Window(6, 3), Window(None), Window(4, softcap=2.0)])
@@ -236,11 +236,11 @@ def test_a_decoder_continues_the_sequence(method, dtype) -> None:
                       return_state=True)[1]  # fmt: skip
     decoder = Decoder(state, enable_gqa=True)
     outputs = [decoder(*(x[:, :, i : i + 1] for x in inputs)) for i in range(2, 400)]
-    close(torch.cat(outputs, 2), whole[:, :, 2:], 1e-5 if dtype == torch.float32 else 1e-12)
+    assert_close(torch.cat(outputs, 2), whole[:, :, 2:], 1e-5 if dtype == torch.float32 else 1e-12)
     assert decoder.state.length == 400
     last = attention(*(x[:, :, :1] for x in inputs), is_causal=True, enable_gqa=True, method=method,
                      state=decoder.state)  # fmt: skip
-    close(decoder(*(x[:, :, :1] for x in inputs)), last, 1e-5)
+    assert_close(decoder(*(x[:, :, :1] for x in inputs)), last, 1e-5)
 
 
 def test_the_state_has_a_constant_size() -> None:
@@ -319,7 +319,7 @@ def test_a_poisoned_row_passes_no_gradient_on(form) -> None:
     cotangent = torch.ones_like(output)
     for a, b in zip(*(torch.autograd.grad(x, inputs, cotangent) for x in (output, dense)), strict=True):
         assert bool(a.isfinite().all())
-        close(a, b)
+        assert_close(a, b)
 
 
 def test_gradients_of_some_inputs_are_those_of_all() -> None:
@@ -330,7 +330,7 @@ def test_gradients_of_some_inputs_are_those_of_all() -> None:
         (found,) = torch.autograd.grad(output.square().sum(), inputs[wanted])
         everything = [x.detach().requires_grad_() for x in inputs]
         output = attention(*everything, is_causal=True, enable_gqa=True, method=Window(7))
-        close(found, torch.autograd.grad(output.square().sum(), everything)[wanted])
+        assert_close(found, torch.autograd.grad(output.square().sum(), everything)[wanted])
 
 
 @by_form
@@ -339,7 +339,7 @@ def test_sinks_without_weight_are_no_sinks(form) -> None:
     sinks = torch.tensor([-INF, 0.5, -INF, -1.0], dtype=torch.float64)
     found = computed(Window(9, sink_logits=sinks), draw(), form, is_causal=True).output
     without = computed(Window(9), draw(), form, is_causal=True).output
-    close(found[:, [0, 2]], without[:, [0, 2]])
+    assert_close(found[:, [0, 2]], without[:, [0, 2]])
     assert not torch.allclose(found[:, [1, 3]], without[:, [1, 3]])
 
 
@@ -359,7 +359,7 @@ def test_states_under_autocast_and_from_inference_mode() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         whole = attention(*inputs, **options)
         state = attention(*first, return_state=True, **options)[1]
-        close(attention(*rest, state=state, **options).float(), whole[:, :, 30:].float(), 1e-2)
+        assert_close(attention(*rest, state=state, **options).float(), whole[:, :, 30:].float(), 1e-2)
     with torch.inference_mode():
         state = attention(*first, return_state=True, **options)[1]
     after, longer = attention(*rest, state=state, return_state=True, **options)
@@ -382,11 +382,11 @@ def test_a_decoder_checks_its_tokens() -> None:
     shared = Decoder(state, enable_gqa=True)(token[0][:1], *token[1:])  # one query for both sequences
     wanted = attention(token[0][:1].expand(2, -1, -1, -1), *token[1:], is_causal=True, enable_gqa=True,
                        method=Window(6), state=state)  # fmt: skip
-    close(shared, wanted, 1e-6)
+    assert_close(shared, wanted, 1e-6)
     shared = Decoder(state, enable_gqa=True)(*token[:2], token[2][:1])  # one value for both sequences
     wanted = attention(*token[:2], token[2][:1].expand(2, -1, -1, -1), is_causal=True, enable_gqa=True,
                        method=Window(6), state=state)  # fmt: skip
-    close(shared, wanted, 1e-6)
+    assert_close(shared, wanted, 1e-6)
 
 
 def test_hidden_keys_get_no_gradient() -> None:
@@ -445,9 +445,9 @@ def test_transforms_of_torch() -> None:
     q, k, v = torch.randn(3, 3, 2, 20, 8, dtype=torch.float64).unbind()
     compute = lambda q, k, v: attention(q, k, v, is_causal=True, method=Window(5, 1))
     whole = compute(q, k, v)
-    close(torch.func.vmap(compute)(q, k, v), whole)
-    close(torch.compile(compute)(q, k, v), whole)
-    close(torch.func.jvp(lambda x: compute(x, k, v), (q,), (q,))[0], whole)
+    assert_close(torch.func.vmap(compute)(q, k, v), whole)
+    assert_close(torch.compile(compute)(q, k, v), whole)
+    assert_close(torch.func.jvp(lambda x: compute(x, k, v), (q,), (q,))[0], whole)
 
 
 REFUSED = {
@@ -533,7 +533,7 @@ def test_a_state_with_room_is_continued_three_times() -> None:
         tokens = [x[:, :, :22].clone() for x in (q, k, v)]
         for x in tokens:
             x[:, :, 20] += shift
-        close(found, attention(*tokens, is_causal=True, method=method)[:, :, 21:], 1e-6)
+        assert_close(found, attention(*tokens, is_causal=True, method=method)[:, :, 21:], 1e-6)
 
 
 def test_sinks_may_come_after_hidden_keys() -> None:
@@ -549,4 +549,4 @@ def test_sinks_may_come_after_hidden_keys() -> None:
                                   key_padding_mask=mask, return_state=True)  # fmt: skip
         outputs.append(output)
     whole = attention(*inputs, is_causal=True, method=method, key_padding_mask=keep)
-    close(torch.cat(outputs, 2), whole, 1e-6)
+    assert_close(torch.cat(outputs, 2), whole, 1e-6)

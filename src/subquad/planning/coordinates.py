@@ -152,7 +152,7 @@ def _own(method: Any, name: str, shape: torch.Size) -> Tensor:
 
 
 def scales(method: Any, moments: list[Moments]) -> list[float]:
-    """Return scales worth trying: the best ones of typical heads, and of the hardest one; none if there is no scale."""
+    """Return the best scales of typical heads and of the hardest one; an empty list for methods without a scale."""
     if getattr(method, "kind", "trigonometric") == "trigonometric":
         return []
     norms = moments[-1].squared_norm(moments[-1].balance())

@@ -83,7 +83,7 @@ def test_the_demo_ends_in_a_page_and_is_not_done_twice(small, capfd):
 
 
 def test_a_claim_that_fails_is_written_down_and_said(small, capfd):
-    """The stage has made its file, from which the next demo goes on; and yet its exit code counts."""
+    """The stage has written its file, which the next demo reuses, but its exit code still counts."""
     script = Path(demo.PROCESS[1])
     script.write_text(
         f"from subquad_lab.theory import recurrence\nrecurrence.even_wins = lambda x: x.sum(-1)\n{script.read_text()}"

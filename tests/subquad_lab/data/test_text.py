@@ -1,4 +1,4 @@
-"""Text for the language model: the right words in the right part, and clear words about what is no text."""
+"""Text for the language model: the right words in the right part, and clear errors for files that are not text."""
 
 import re
 from pathlib import Path

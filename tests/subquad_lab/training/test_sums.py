@@ -135,7 +135,7 @@ def test_damage_of_one_run_hides_no_other(trained, tmp_path, capfd):
 
 @pytest.fixture
 def crashed(text, tmp_path) -> Run:
-    """A run whose last checkpoint is that of step 8; its log goes on until step 10."""
+    """A run whose last checkpoint is that of step 8, and whose log ends at step 10."""
     broken_off(tiny(text, save_every=4, evaluate_every=30), tmp_path / "crashed", 10, MemoryError())
     return Run(tmp_path / "crashed")
 
