@@ -232,7 +232,7 @@ def report(
 def serve(port: int = 8000, root: str = "runs") -> None:
     """Serve the report as a local web page that follows the runs while they train.
 
-    It listens on 127.0.0.1, for this machine alone, and is read-only. Stop it with Ctrl-C.
+    It is read-only and listens on 127.0.0.1, so only this machine can open it. Stop it with Ctrl-C.
 
     Example: subquad serve --port 8000
 

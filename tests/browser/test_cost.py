@@ -82,8 +82,9 @@ def test_numbers_and_choices_are_those_of_python(opened) -> None:
 
 
 def test_numbers_are_written_as_python_writes_them(opened) -> None:
-    draw, specs = random.Random(0), (",", "g", ".2g", ".3g", ",.0f", ",.1f", ".1e")
-    values = [0, 1, 0.125, 0.25, 2.5, 3.5, 12.5, 0.00012345, 1e-5, 999.5, 99.95, 1e6, 123456.5, 1234567]
+    draw, specs = random.Random(0), (",", "g", ".2g", ".1g", ".3g", ",.0f", ",.1f", ".1e")
+    values = [0, 1, 0.125, 0.25, 2.5, 3.5, 12.5, 9.5, 0.00012345, 1e-5, 999.5, 99.95, 1e6, 123456.5, 1234567]
+    values += [i / 16 for i in range(400)]  # Many of them lie in the middle of two numbers that can be written.
     values += [draw.choice([1, -1]) * 10 ** draw.uniform(-8, 12) for _ in range(300)]
     cases = [[value, spec] for value in values for spec in specs if spec != "," or isinstance(value, int)]
     expected = [format(value, spec) for value, spec in cases]

@@ -245,6 +245,15 @@ def test_no_head_loses_by_what_helps_another() -> None:
     assert (errors(found) <= 1.02 * errors(RandomFeatures(64))).all()
 
 
+def test_a_head_without_error_does_not_decide_about_the_scale() -> None:
+    """The outputs of a head whose values are 0 are right with any scale."""
+    q, k, v = normal_inputs(2, 3, n=300, d=16, std=0.5)
+    assert fit(RandomFeatures(64), q, k, v).method.scale < 0
+    v = v.clone()
+    v[:, 1] = 0
+    assert fit(RandomFeatures(64), q, k, v).method.scale < 0
+
+
 def test_a_fit_of_grouped_heads_has_one_vector_for_each_key_head() -> None:
     q, k, v = offset_inputs(1, 4)
     found = fit("taylor", q, k[:, ::2], v[:, ::2], is_causal=True, enable_gqa=True)

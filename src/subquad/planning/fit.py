@@ -2,8 +2,8 @@
 
     moments of some rows -> coordinates for each head -> the best on other rows -> error on rows that were not used
 
-A head changes only if that is sure to help. The validation rows are divided into parts, each of consecutive rows of one
-sequence, and the errors of random features are averages over several draws:
+A head changes only if the gain exceeds two standard errors. The validation rows are divided into parts, each of
+consecutive rows of one sequence, and the errors of random features are averages over several draws:
 
     gain of a part = ln(error / error of the given method),    bound = mean gain + 2 standard errors over the parts
 
@@ -160,12 +160,13 @@ def _best(method: Any, moments: list[Moments], rows: Rows) -> Any:
     least, choice = bounds.min(0)
     choice = torch.where(least < log(MIN_GAIN), choice + 1, 0)
     found = combined(method, options, choice.tolist()) if bool(choice.any()) else method
-    errors = rows.average(found)
+    errors, has_error = rows.average(found), (given > SMALLEST).any(0)
     for scale in scales(method, moments):
         scaled = replace(found, scale=scale)
         own = rows.average(scaled)
         # All heads have the same scale, so none of them may lose by it, and it must be worth it in a typical one.
-        if bool((_bound(own, given) < log(MIN_GAIN)).all()) and bool(_bound(own, errors).mean() < log(MIN_GAIN)):
+        bound, gain = _bound(own, given)[has_error], _bound(own, errors)[has_error]
+        if len(gain) and bool((bound < log(MIN_GAIN)).all()) and bool(gain.mean() < log(MIN_GAIN)):
             found, errors = scaled, own
     return found
 

@@ -20,14 +20,14 @@ def run(root: Path, port: int) -> None:
         raise UsageError(f"--root: no such folder: {root}; start a run with `subquad train EXPERIMENT`")
     if not root.is_dir():
         raise UsageError(f"--root: expected a folder, got the file {root}")
+    if hasattr(os, "nice"):
+        os.nice(NICENESS)  # before the server starts threads, which inherit it
     try:
         server = Server(root.resolve(), port)
     except OSError as error:
         hint = "; choose another port, or 0 for any free one" if error.errno == errno.EADDRINUSE else ""
         raise UsageError(f"--port: cannot listen on {HOST}:{port}: {error.strerror}{hint}") from error
-    if hasattr(os, "nice"):
-        os.nice(NICENESS)
     with server:
-        say(f"http://{HOST}:{server.port}", f"Serving {root}, read-only and for this machine alone. Stop with Ctrl-C.",
+        say(f"http://{HOST}:{server.port}", f"Serving {root}, read-only, for this machine only. Stop with Ctrl-C.",
             flush=True)  # fmt: skip
         server.serve_forever()

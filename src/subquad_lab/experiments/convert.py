@@ -26,7 +26,7 @@ from subquad_lab.models.converted import exported
 from subquad_lab.models.decoders import Decoder
 from subquad_lab.models.learned_maps import LearnedMethods
 from subquad_lab.models.pretrained_decoder import PretrainedDecoder
-from subquad_lab.models.scores import decoding, entropy, repeated_entropies
+from subquad_lab.models.scores import decoding, entropy, perplexity, repeated_entropies
 from subquad_lab.training import schedule
 from subquad_lab.training.experiment import Carry, Experiment, PartName, Rows
 
@@ -145,7 +145,7 @@ class Convert:
     def evaluate(self, part: PartName, check: Callable[[], None]) -> dict[str, float]:
         """Return the perplexity of each model that is trained; at the swap and on the test part, of all models."""
         tokens = self.texts[part][: self.config.evaluate_tokens and self.config.evaluate_tokens + 1]
-        found = {name: math.exp(min(700.0, entropy(decoder, tokens, self.config.context, check)))
+        found = {name: perplexity(entropy(decoder, tokens, self.config.context, check))
                  for name, decoder in self._decoders(part)}  # fmt: skip
         main = next((name for name in split(self.config.methods) if name in found), "exact")
         return {"perplexity": found[main], **found}
@@ -182,7 +182,7 @@ class Convert:
         for name, decoder in self._decoders("test"):
             first, second = repeated_entropies(decoder, tokens, context)
             nbytes, speed = decoding(decoder, tokens[:context])
-            rows[name] = {"first_copy": math.exp(first), "second_copy": math.exp(second), "state_bytes": nbytes}
+            rows[name] = {"first_copy": perplexity(first), "second_copy": perplexity(second), "state_bytes": nbytes}
             speeds[name] = {"tokens_per_second": speed}
         return {TABLE: {"tokens": context, "rows": rows}, DECODING: {"tokens": context, "rows": speeds}}
 

@@ -7,7 +7,6 @@ Recurrent models carry their state from step to step (truncated backpropagation 
 only to the words of the current step.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -22,6 +21,7 @@ from subquad_lab.data.text import END, UNKNOWN, Corpus, Tokens, load_text
 from subquad_lab.experiments.positions import MAX_LENGTH, POSITIONS, by_position, positions_picture
 from subquad_lab.models import parameters, refuse_too_large
 from subquad_lab.models.language import LSTM, Model, SigmoidRNN, Transformer, generate
+from subquad_lab.models.scores import perplexity
 from subquad_lab.options.methods import parse_method, refuse_many_features
 from subquad_lab.training.config import Training
 from subquad_lab.training.experiment import Carry, Experiment, PartName, Rows
@@ -197,7 +197,7 @@ class Language:
                 total += loss.double().cpu()
             carry = state if self.carries else None
         entropy = float(total) / (len(words) - 1)
-        return {"cross_entropy": entropy, "perplexity": math.exp(min(entropy, 700.0))}
+        return {"cross_entropy": entropy, "perplexity": perplexity(entropy)}
 
     def positions(self, part: PartName, longest: int, check: Callable[[], None]) -> dict[str, Any]:
         """Return the cross-entropy by position in texts of this length."""

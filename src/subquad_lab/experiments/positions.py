@@ -6,7 +6,6 @@ Pieces of the longest length start at even distances and overlap, so that most w
 interval, and intervals differ by the context that the model sees rather than by the words.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, TypeGuard
@@ -17,6 +16,7 @@ from torch.nn import functional as F
 
 from subquad_lab import UsageError
 from subquad_lab.figures.plots import axes_of, by_factors, plain, svg
+from subquad_lab.models.scores import perplexity
 from subquad_lab.training.run import Run
 
 POSITIONS = "positions"  # the record of a run
@@ -70,7 +70,7 @@ def perplexities(found: Mapping[str, Any]) -> list[tuple[int, int, float]]:
     edges, means = found.get("edges"), found.get("cross_entropy")
     if not is_numbers(edges) or not is_numbers(means) or len(edges) != len(means) + 1:
         raise UsageError(f"{POSITIONS}.json: expected the edges of intervals and the cross-entropy in each")
-    return [(a, b, math.exp(min(mean, 700.0))) for (a, b), mean in zip(pairwise(edges), means, strict=True)]
+    return [(a, b, perplexity(mean)) for (a, b), mean in zip(pairwise(edges), means, strict=True)]
 
 
 def is_numbers(values: Any) -> TypeGuard[list[Any]]:

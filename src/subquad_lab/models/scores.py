@@ -5,6 +5,7 @@
 Axes: b pieces, n tokens.
 """
 
+import math
 import time
 from collections.abc import Callable
 
@@ -15,6 +16,7 @@ from torch.nn import functional as F
 from subquad_lab.models.decoders import Decoder
 
 TOKENS_AT_ONCE = 2048  # per forward pass
+MAX_ENTROPY = 700.0  # whose exponential is still finite
 REPEATED_TOKENS = 8192  # that are read to see what is recalled
 TIMED_TOKENS = 32
 
@@ -46,12 +48,21 @@ def entropy(decoder: Decoder, tokens: Tensor, context: int, check: Callable[[], 
     return float(total) / count
 
 
+def perplexity(entropy: float) -> float:
+    """Return exp(entropy), bounded so that it is a finite number; NaN stays NaN.
+
+    >>> perplexity(0.0), perplexity(1e9) < math.inf, perplexity(math.nan)
+    (1.0, True, nan)
+    """
+    return math.exp(min(entropy, MAX_ENTROPY))
+
+
 @torch.no_grad()
 def repeated_entropies(decoder: Decoder, tokens: Tensor, context: int) -> tuple[float, float]:
     """Return the cross-entropy of pieces of a text, and of the same pieces when they are repeated at once.
 
-    Each piece has half the context, so that the first copy is in reach of the second. Who recalls the first copy can
-    predict the second.
+    Each piece has half the context, so that the first copy is in reach of the second. A model that recalls the first
+    copy can predict the second.
     """
     device, half = next(decoder.network.parameters()).device, context // 2
     count = max(1, min(REPEATED_TOKENS // context, len(tokens) // half))

@@ -69,7 +69,8 @@ def _is_claim(row: Any) -> bool:
         isinstance(row, dict)
         and type(row.get("number")) is int
         and all(isinstance(row.get(key), str) for key in ("statement", "verdict", "subject"))
-        and isinstance(row.get("mistake"), str | None)
+        and "mistake" in row
+        and isinstance(row["mistake"], str | None)
         and isinstance(row.get("seconds"), int | float)
         and all(isinstance(row.get(key), list) for key in ("checks", "derivation"))
         and all(isinstance(step, str) for step in row["derivation"])

@@ -1,8 +1,9 @@
 """The sections of experiments: measured beside published results in one table, curves over seeds, and every run."""
 
+import math
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -155,21 +156,26 @@ def curves(groups: Mapping[str, Sequence[Run]], experiment: Experiment[Any]) -> 
     plots = {}
     for i, title in enumerate(titles):
         series = [line(name, both[i]) for name, both in found.items() if both[i]]
-        values = [value for each in series for value in each["y"]]
+        values = [value for each in series for value in each["y"] if value is not None]
         if series:
             plots[f"{experiment.name}-{('loss', 'measure')[i]}"] = {
                 "title": f"{experiment.name}: {title}", "x": {"label": "epoch"}, "series": series,
-                "y": {"label": title, "log": i == 1 and min(values) > 1},  # suits a perplexity
+                "y": {"label": title, "log": i == 1 and min(values, default=0) > 1},  # suits a perplexity
             }  # fmt: skip
     return plots
 
 
 def line(name: str, found: Mapping[float, Sequence[float]]) -> dict[str, Any]:
-    values = list(found.values())
-    drawn: dict[str, Any] = {"name": printable(name), "x": list(found), "y": list(map(fmean, values))}
-    if len(values[0]) > 1:
-        drawn |= {"low": list(map(min, values)), "high": list(map(max, values))}
-    return drawn
+    """Return the mean over seeds at each epoch, and the range; the curve has a gap where a value is not finite."""
+    values = [seeds if math.isfinite(sum(seeds)) else None for seeds in found.values()]
+
+    def drawn(summary: Callable[[Sequence[float]], float]) -> list[float | None]:
+        return [None if seeds is None else summary(seeds) for seeds in values]
+
+    curve: dict[str, Any] = {"name": printable(name), "x": list(found), "y": drawn(fmean)}
+    if len(next(iter(found.values()))) > 1:
+        curve |= {"low": drawn(min), "high": drawn(max)}
+    return curve
 
 
 def entry(name: str, found: Configured, experiment: Experiment[Any]) -> dict[str, Any]:

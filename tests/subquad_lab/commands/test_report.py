@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import json
+import math
 import re
 import shlex
 import shutil
@@ -92,6 +93,20 @@ def test_a_series_a_comparison_or_a_sweep_is_reported_by_its_folder(options, tmp
               for file in (tmp_path / "runs").rglob("metrics.jsonl")]  # fmt: skip
     assert (curve["low"][-1], curve["high"][-1]) == (min(finals), max(finals))
     assert curve["y"][-1] == pytest.approx(sum(finals) / 2)
+
+
+def test_a_run_that_diverged_is_shown_with_gaps(trained, options, tmp_path, capfd):
+    main(["train", "language", *options, "--seed=1"])
+    log = trained / "metrics.jsonl"
+    log.write_text(re.sub(r'("valid/perplexity": )[^,}]+', r"\1NaN", log.read_text()))
+    result = json.loads((trained / "result.json").read_text())
+    result["test"]["perplexity"] = math.nan
+    (trained / "result.json").write_text(json.dumps(result))
+    reseal(trained)
+    out = tmp_path / "report.html"
+    assert main(["report", "--root", str(tmp_path / "runs"), "--out", str(out)]) == 0
+    (curve,) = page_of(out).data["data-experiments"]["language-measure"]["series"]
+    assert set(curve["y"] + curve["low"] + curve["high"]) == {None}
 
 
 def test_the_command_of_a_run_makes_the_same_config(options, tmp_path, capfd):

@@ -1,5 +1,6 @@
 """`subquad serve`: errors in one line, and the command as a process."""
 
+import os
 import re
 import signal
 import socket
@@ -50,8 +51,10 @@ def test_the_process_prints_its_address_listens_locally_and_ends_with_ctrl_c(tra
     )  # fmt: skip
     try:
         address = re.fullmatch(r"http://127\.0\.0\.1:(\d+)\n", process.stdout.readline())
-        assert process.stdout.readline().endswith("read-only and for this machine alone. Stop with Ctrl-C.\n")
+        assert process.stdout.readline().endswith("read-only, for this machine only. Stop with Ctrl-C.\n")
         assert listeners(int(address[1])) == ["0100007F"]
+        threads = [int(path.name) for path in Path(f"/proc/{process.pid}/task").iterdir()]
+        assert {os.getpriority(os.PRIO_PROCESS, thread) for thread in threads} == {min(19, os.getpriority(0, 0) + 10)}
         with urllib.request.urlopen(address[0].strip(), timeout=60) as page:
             assert b"language-001" in page.read()
         with urllib.request.urlopen(f"{address[0].strip()}/events", timeout=60):  # a reader does not keep it alive

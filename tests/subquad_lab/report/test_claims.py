@@ -49,6 +49,12 @@ def test_a_claim_of_the_wrong_kind_is_refused(file, change):
         claims(file)
 
 
+def test_a_claim_without_the_entry_for_a_mistake_is_refused(file):
+    file.write_text(json.dumps([{key: value for key, value in CLAIM.items() if key != "mistake"}]))
+    with pytest.raises(UsageError, match="expected the output of `subquad verify --json`"):
+        claims(file)
+
+
 def test_cards_have_the_answer_and_no_control_characters():
     found = cards(Material([], claims=[CLAIM | {"statement": "a\x1bb"}, CLAIM | {"verdict": "fails"}]))
     assert [each["holds"] for each in found] == [True, False]

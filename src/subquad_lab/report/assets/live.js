@@ -29,7 +29,7 @@
       const steps = step === undefined ? "" : `step ${whole(step)}${total ? ` of ${whole(total)}` : ""}`;
       const latest = Object.entries(figures ?? {}).slice(0, MAX_FIGURES).map(([name, value]) => `${name} ${number(value)}`);
       this.text.textContent = [state, steps, ...latest].filter(Boolean).join(", ");
-      if (state === "finished") this.text.append(". Reload the page to see its result.");
+      if (state === "finished") this.text.append(". To see its result, reload the page in half a minute.");
       this.damage.textContent = damage ?? "";
       this.draw("training loss", message.loss);
       this.draw(message.measure?.replace("valid/", "validation ").replaceAll("_", " "), message.valid);

@@ -192,12 +192,12 @@ Subquad.python = (() => {
 
   // Digits as Python rounds them: a number exactly between two goes to the even one, where JavaScript's goes up.
   function rounded(x, name, digits) {
-    const up = x[name](digits), exact = x[name](Math.min(100, digits + 60));
-    const isTie = /5000000000000000000000000000000000000000000000000000000000/.test(exact.replace(/e.*/, ""));
-    if (!isTie || Number(up) === x) return up;
-    const other = (2 * x - Number(up))[name](digits);
-    const last = (text) => Number(text.replace(/e.*/, "").replace(".", "").at(-1));
-    return last(up) % 2 === 0 ? up : other;
+    const up = x[name](digits), more = Math.min(100, digits + 60) - digits;
+    const dropped = x[name](digits + more).replace(/e.*/, "").replace(".", "").slice(-more);
+    if (!/^50*$/.test(dropped)) return up;
+    const down = (2 * x - Number(up))[name](digits); // `up` is the neighbor away from zero.
+    const last = Number(down.replace(/e.*/, "").replace(".", "").at(-1));
+    return last % 2 === 0 ? down : up;
   }
 
   function general(x, digits) {

@@ -2,8 +2,8 @@
 
     bytes that were added to metrics.jsonl  ->  complete lines  ->  last step, latest figures, two short curves
 
-A line that is not complete yet waits for its end. If the log became shorter, because the run was resumed from a
-checkpoint, it is read again from its beginning. A line that is not a record is reported and skipped.
+A line that is not complete yet waits for its end. If what was read last is no longer there, because the run was resumed
+from a checkpoint, the log is read again from its beginning. A line that is not a record is reported and skipped.
 """
 
 import json
@@ -20,6 +20,8 @@ CURVE_POINTS = 200  # at least, of a longer log; at most twice as many
 READ_BYTES = 1 << 22  # at a time, so that a long log does not delay the other runs
 MAX_LINE_BYTES = 1 << 16
 MAX_FIGURES = 40
+MAX_STEP = 1 << 53  # the largest integer up to which all are exact in JavaScript
+TAIL_BYTES = 256  # of what was read, to notice that the log was written anew
 
 
 class Curve:
@@ -36,7 +38,7 @@ class Curve:
         if len(self._waiting) < self._size:
             return
         self.steps.append(step)
-        self.means.append(math.fsum(self._waiting) / self._size if all(map(math.isfinite, self._waiting)) else math.nan)
+        self.means.append(sum(self._waiting) / self._size)
         self._waiting = []
         if len(self.steps) == 2 * CURVE_POINTS:
             self.steps = self.steps[1::2]
@@ -55,7 +57,8 @@ class Progress:
         self._begin()
 
     def _begin(self) -> None:
-        self._size, self._lines, self._rest = 0, 0, b""
+        self._size, self._lines, self._rest, self._tail = 0, 0, b"", b""
+        self._unreadable = ""
         self.step, self.total, self.damage = 0, self.config.steps, ""
         self.figures: dict[str, float] = {}
         self.loss, self.valid = Curve(), Curve()
@@ -64,31 +67,32 @@ class Progress:
         """Read what was added, up to a limit, and return whether something was. A missing log is empty."""
         try:
             with open_regular(self.path) as file:
-                size = file.seek(0, 2)
-                if size < self._size:
+                file.seek(self._size - len(self._tail))
+                if file.read(len(self._tail)) != self._tail:
                     self._begin()
-                file.seek(self._size)
+                    file.seek(0)
                 added = file.read(READ_BYTES)
         except FileNotFoundError:
             return False
         except OSError as error:
-            is_new = self.damage != (damage := f"{METRICS}: {error.strerror}")
-            self.damage = damage
-            return is_new
+            before, self._unreadable = self._unreadable, f"{METRICS}: {error.strerror}"
+            return self._unreadable != before
+        was_unreadable, self._unreadable = bool(self._unreadable), ""
         self._size += len(added)
+        self._tail = (self._tail + added)[-TAIL_BYTES:]
         *lines, self._rest = (self._rest + added).split(b"\n")
         for line in lines:
             self._lines += 1
             self._add(line)
         if len(self._rest) > MAX_LINE_BYTES:
             self._rest, self.damage = b"", self._not_a_record("the line is too long")
-        return bool(added)
+        return bool(added) or was_unreadable
 
     def _add(self, line: bytes) -> None:
         try:
             record = json.loads(line)
             step, figures = record.pop("step"), {one_line(name): float(value) for name, value in record.items()}
-            if type(step) is not int or step < 0 or len(figures) > MAX_FIGURES:
+            if type(step) is not int or not 0 <= step <= MAX_STEP or len(figures) > MAX_FIGURES:
                 raise TypeError("expected a step and numbers")
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
             self.damage = self._not_a_record(one_line(error))
@@ -98,7 +102,8 @@ class Progress:
             if name in self.figures or len(self.figures) < MAX_FIGURES:
                 self.figures[name] = value
         if self.total is None and step and figures.get("epoch", 0) > 0:  # epoch = step / batches per epoch
-            self.total = round(self.config.epochs * step / figures["epoch"])
+            total = self.config.epochs * step / figures["epoch"]
+            self.total = round(total) if total <= MAX_STEP else None
         if "loss" in figures:
             self.loss.add(step, figures["loss"])
         if self.measure in figures:
@@ -110,7 +115,8 @@ class Progress:
     def as_json(self) -> dict[str, Any]:
         """Return the progress with what JSON can hold: a number that is not finite becomes null."""
         return {
-            "step": self.step, "total": self.total, "damage": self.damage, "measure": self.measure,
+            "step": self.step, "total": self.total, "damage": self._unreadable or self.damage,
+            "measure": self.measure,
             "figures": {name: shown(value) for name, value in self.figures.items()},
             "loss": self.loss.as_json(), "valid": self.valid.as_json(),
         }  # fmt: skip

@@ -18,6 +18,7 @@ from subquad_lab import UsageError
 from subquad_lab.report.live.watcher import pause_after, served_runs
 from subquad_lab.report.page import page
 from subquad_lab.report.part import Part
+from subquad_lab.system.text import warn
 from subquad_lab.training.run import Run
 
 RENDER_SECONDS = 5.0  # between renderings, at least
@@ -57,15 +58,24 @@ class Renderer:
 
     def _render(self) -> None:
         begin = time.monotonic()
-        runs, refused = served_runs(self.root)
-        files = _files(runs.values()), refused
-        if files != self._files or self._rendered is None:
-            html = _page(runs, refused)
-            found = POLICY.search(html)
-            assert found is not None
-            policy = f"{unescape(found[1])}; frame-ancestors 'none'"
-            self._rendered, self._files = Rendered(html.encode(errors="backslashreplace"), policy), files
-        self._render_at = time.monotonic() + pause_after(time.monotonic() - begin, RENDER_SECONDS)
+        try:
+            runs, refused = served_runs(self.root)
+            files = _files(runs.values()), refused
+            if files != self._files or self._rendered is None:
+                self._rendered, self._files = _rendered(_page(runs, refused)), files
+        except Exception as error:
+            if self._rendered is None:
+                raise
+            # For example, a run was deleted while it was read. The last page is still right about the other runs.
+            warn(f"the page was not renewed: {type(error).__name__}: {error}")
+        finally:
+            self._render_at = time.monotonic() + pause_after(time.monotonic() - begin, RENDER_SECONDS)
+
+
+def _rendered(html: str) -> Rendered:
+    found = POLICY.search(html)
+    assert found is not None
+    return Rendered(html.encode(errors="backslashreplace"), f"{unescape(found[1])}; frame-ancestors 'none'")
 
 
 def _files(runs: Iterable[Run]) -> list[tuple[str, int, int]]:

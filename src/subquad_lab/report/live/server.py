@@ -1,8 +1,8 @@
-"""A read-only web server for this machine alone.
+"""A read-only web server for this machine only.
 
     GET, HEAD /          the page
     GET, HEAD /events    server-sent events: the progress of each run, whenever it changes
-    anything else        an error: 404 for other paths, 405 for other methods, 400 and 403 for other hosts
+    anything else        an error: 404 for other paths, 405 for other methods, 400 and 403 for other hosts and sites
 
 It maps no path to a file, so no path can lead out of the runs folder. It listens on 127.0.0.1 only. A page of another
 site could still reach it through the browser of the user, under a name of its own that resolves to 127.0.0.1: requests
@@ -62,7 +62,11 @@ class Server(ThreadingMixIn, TCPServer):
     def process_request(self, request: Any, client_address: Any) -> None:
         """Start a thread for a connection, or close it if there are too many."""
         if self._free.acquire(blocking=False):
-            super().process_request(request, client_address)
+            try:
+                super().process_request(request, client_address)
+            except BaseException:  # No thread could be started.
+                self._free.release()
+                raise
         else:
             self.shutdown_request(request)
 
@@ -107,13 +111,18 @@ class Handler(BaseHTTPRequestHandler):
             refusal = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
         elif len(hosts) != 1:
             refusal = HTTPStatus.BAD_REQUEST
-        elif hosts[0].strip().lower() not in self.server.hosts:
+        elif hosts[0].strip().lower() not in self.server.hosts or self._is_embedded_elsewhere():
             refusal = HTTPStatus.FORBIDDEN
         elif self.command not in ("GET", "HEAD"):
             refusal = HTTPStatus.METHOD_NOT_ALLOWED
         if refusal is not None:
             self.send_error(refusal)
         return refusal is None
+
+    def _is_embedded_elsewhere(self) -> bool:
+        """Return whether a page of another site requests this one as its image, script or the like."""
+        site, mode = (self.headers.get(f"Sec-Fetch-{name}", "") for name in ("Site", "Mode"))
+        return site in ("cross-site", "same-site") and mode != "navigate"
 
     def do_GET(self) -> None:
         try:

@@ -89,17 +89,26 @@ class Watcher:
             self._find()
             self._find_at = time.monotonic() + pause_after(time.monotonic() - begin, FIND_SECONDS)
         for place, progress in self._followed.items():
-            if progress.read():
+            if self._has_news(place, progress):
                 self._publish(place, {"state": "unfinished", **progress.as_json()})
         with self._condition:
             self._condition.notify_all()
 
+    def _has_news(self, place: str, progress: Progress) -> bool:
+        """Read what was added to a log; a fault in one run must not hide the others."""
+        try:
+            return progress.read()
+        except Exception as error:
+            warn(f"{printable(place)}: {type(error).__name__}: {error}")
+            return False
+
     def _find(self) -> None:
         runs, refused = served_runs(self.root)
-        for place in (self._followed.keys() | self._finished) - runs.keys():
+        for place in self._contents.keys() - runs.keys():
             self._followed.pop(place, None)
             self._finished.discard(place)
-            self._publish(place, {"state": "removed"})
+            if place not in refused:
+                self._publish(place, {"state": "removed"})
         for place, reason in refused.items():
             self._publish(place, {"state": "damaged", "damage": one_line(reason)})
         for place, run in runs.items():
@@ -112,7 +121,7 @@ class Watcher:
             followed = self._followed.get(place)
             if run.result() is not None:
                 if followed is not None:
-                    while followed.read():
+                    while self._has_news(place, followed):
                         pass
                 self._finished.add(place)
                 self._followed.pop(place, None)

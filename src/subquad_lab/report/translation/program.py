@@ -229,7 +229,7 @@ class ModuleNames:
             return arguments
         owners = [kind for kind in self._program.classes if inspect.isfunction(vars(kind).get(name))]
         if not owners:
-            raise Untranslatable(f"{self._where}: keywords of {name}, a method of no class that is translated")
+            raise Untranslatable(f"{self._where}: keywords of {name}, which is not a method of a translated class")
         return bound(name, parameters_of(vars(owners[0])[name]), arguments, keywords)
 
     def note(self, name: str) -> None:

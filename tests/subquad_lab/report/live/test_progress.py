@@ -60,9 +60,20 @@ def test_a_log_that_was_cut_is_read_from_its_beginning(log):
     assert found.as_json()["loss"] == [[1], [2.0]] and found.step == 1
 
 
+def test_a_log_that_was_cut_and_grew_again_unseen_is_read_from_its_beginning(log):
+    found = progress(log)
+    append(log, "".join(line(step, loss=9.0) for step in range(1, 51)))
+    found.read()
+    log.write_text("".join(line(step, loss=9.0 if step < 20 else 1.0) for step in range(1, 101)))
+    assert found.read() and found.damage == ""
+    steps, losses = found.as_json()["loss"]
+    assert steps == list(range(1, 101)) and losses == [9.0] * 19 + [1.0] * 81
+
+
 @pytest.mark.parametrize(
     "text",
-    ["nonsense", "[1]", '{"step": "1"}', '{"step": 1.5}', '{"step": -1}', '{"loss": 1}', '{"step": 1, "loss": "x"}',
+    ["nonsense", "[1]", '{"step": "1"}', '{"step": 1.5}', '{"step": -1}',
+     '{"step": 1' + "0" * 400 + ', "epoch": 1}', '{"loss": 1}', '{"step": 1, "loss": "x"}',
      "[" * 50_000, '{"step": 1, "loss": 1' + "0" * 400 + "}", "\x00\x01", '{"step": 1, "loss": null}', "",
      json.dumps({"step": 1} | {f"m{i}": 1 for i in range(99)})],
     ids=lambda text: text[:22],
@@ -87,6 +98,8 @@ def test_numbers_that_are_not_finite_are_null(log):
     append(log, line(1, loss=math.nan) + line(2, loss=math.inf) + line(3, loss=1.0))
     found.read()
     assert found.as_json()["loss"] == [[1, 2, 3], [None, None, 1.0]]
+    append(log, line(4, loss=1e308) + line(5, epoch=5e-324, loss=1e308))
+    found.read()
     assert json.dumps(found.as_json(), allow_nan=False)
 
 
@@ -94,7 +107,10 @@ def test_a_named_pipe_or_a_folder_instead_of_the_log_is_damage(log):
     found = progress(log)
     log.mkdir()
     assert found.read() and not found.read()
-    assert found.damage == "metrics.jsonl: expected a regular file, got a folder"
+    assert found.as_json()["damage"] == "metrics.jsonl: expected a regular file, got a folder"
+    log.rmdir()
+    append(log, line(1, loss=1.0))
+    assert found.read() and found.as_json()["damage"] == ""
 
 
 @pytest.mark.parametrize("count", [1, CURVE_POINTS, 2 * CURVE_POINTS - 1, 2 * CURVE_POINTS, 12_345])

@@ -1,4 +1,4 @@
-"""The server: read-only, for this machine alone, and not to be blocked or ended by any client."""
+"""The server: read-only, for this machine only, and not to be blocked or ended by any client."""
 
 import http.client
 import json
@@ -104,6 +104,14 @@ def test_another_host_is_refused(server, host, path):
     assert status(get(server, path, host.format(port=server.port))) == 403
 
 
+def test_another_site_may_link_to_the_page_but_not_embed_it(server):
+    for site in ("cross-site", "same-site"):
+        for path in ("/", "/events"):
+            assert status(get(server, path, more=f"Sec-Fetch-Site: {site}\r\nSec-Fetch-Mode: no-cors\r\n")) == 403
+        assert status(get(server, more=f"Sec-Fetch-Site: {site}\r\nSec-Fetch-Mode: navigate\r\n")) == 200
+    assert status(get(server, "/events", more="Sec-Fetch-Site: same-origin\r\nSec-Fetch-Mode: cors\r\n")) == 200
+
+
 def test_no_host_and_two_hosts_are_refused(server):
     assert status(raw(server, b"GET / HTTP/1.1\r\n\r\n")) == 400
     assert status(raw(server, b"GET / HTTP/1.0\r\n\r\n")) == 400
@@ -141,6 +149,34 @@ def test_a_refused_body_does_not_hide_the_answer(server):
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=FETCH_SECONDS)
     connection.request("POST", "/", body=b"x" * 1_000_000)
     assert connection.getresponse().status == 405
+
+
+def test_a_thread_that_cannot_start_leaves_its_connection_to_others(server, monkeypatch):
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        for _ in range(3):
+            assert get(server) == b""
+    assert server._free._value == module.MAX_CONNECTIONS
+
+
+def test_a_page_that_cannot_be_renewed_stays_as_it_was(server, root, trained, monkeypatch, capfd):
+    page, renders = get(server), []
+
+    def fail(*_: object) -> str:
+        renders.append(None)
+        raise ZeroDivisionError("planted")
+
+    monkeypatch.setattr(rendering, "_page", fail)
+    (root / "language-001" / "note").write_text("new")
+    server.renderer._render_at = 0.0
+    for _ in range(3):
+        answer = get(server)
+        assert status(answer) == 200 and answer.split(b"\r\n\r\n", 1)[1] == page.split(b"\r\n\r\n", 1)[1]
+    assert len(renders) == 1
+    assert "the page was not renewed: ZeroDivisionError: planted" in capfd.readouterr().err
 
 
 def test_it_listens_on_this_machine_only(server):

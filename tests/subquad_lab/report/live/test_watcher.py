@@ -71,6 +71,35 @@ def test_damage_is_sent_and_heals(watcher, trained):
     assert messages["language-001"]["state"] == "unfinished" and messages["language-001"]["step"] == 4
 
 
+def test_a_damaged_or_refused_run_that_is_deleted_is_removed(watcher, trained):
+    shutil.copytree(trained, trained.parent / "linked")
+    (trained.parent / "linked" / "link").symlink_to(trained)
+    (trained / "config.yaml").write_bytes(b"cut")
+    version, messages = news(watcher)
+    assert {message["state"] for message in messages.values()} == {"damaged"} and len(messages) == 2
+    shutil.rmtree(trained)
+    shutil.rmtree(trained.parent / "linked")
+    version, messages = news(watcher, version)
+    assert {place: message["state"] for place, message in messages.items()} == {
+        "language-001": "removed", "linked": "removed"
+    }  # fmt: skip
+    assert news(watcher, version) == (version, {})
+
+
+def test_a_fault_in_one_log_does_not_hide_the_other_runs(watcher, trained, monkeypatch, capfd):
+    shutil.copytree(trained, trained.parent / "another")
+    real = module.Progress.read
+
+    def read(progress) -> bool:
+        if progress.path.parent.name == "another":
+            raise ZeroDivisionError("planted")
+        return real(progress)
+
+    monkeypatch.setattr(module.Progress, "read", read)
+    assert news(watcher)[1]["language-001"]["step"] == 4
+    assert "another: ZeroDivisionError: planted" in capfd.readouterr().err
+
+
 def test_a_run_with_a_link_is_refused_and_a_linked_folder_is_not_entered(watcher, trained, tmp_path):
     outside = tmp_path / "outside"
     shutil.copytree(trained, outside / "secret")
