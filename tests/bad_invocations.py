@@ -368,7 +368,7 @@ def _of_runs(places: Places) -> Iterator[Bad]:
     yield Bad(("report", run, "--theory", places.binary), "--theory")
 
 
-def fault_of(bad: Bad, code: int, out: str, err: str, seconds: float = 0.0) -> str | None:
+def fault_of(bad: Bad, code: int, out: str, err: str, seconds: float = 0.0, limit: float = MAX_SECONDS) -> str | None:
     """Return what is wrong about the end of a bad invocation; None if it ended as it should."""
     errors = [line for line in err.splitlines() if line.startswith("subquad: error: ")]
     others = [line for line in err.splitlines() if not line.startswith(("subquad: error: ", "subquad: warning: "))]
@@ -380,7 +380,7 @@ def fault_of(bad: Bad, code: int, out: str, err: str, seconds: float = 0.0) -> s
         "control characters": err.replace("\n", "").isprintable(),
         f"output: {out[:80]!r}": out == "",
         f"the line does not mention {bad.mentions}": bad.mentions in (errors or [""])[0],
-        f"{seconds:.1f} s": seconds <= MAX_SECONDS,
+        f"{seconds:.1f} s": seconds <= limit,
     }
     failed = [what for what, is_right in checks.items() if not is_right]
     return "; ".join(failed) or None

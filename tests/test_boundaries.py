@@ -33,11 +33,12 @@ print(json.dumps(sorted(asked - allowed | lab)))
 IMPORT_SECONDS = """
 import gc
 import time
-import torch
 gc.disable()
 start = time.process_time()
+import torch
+middle = time.process_time()
 import subquad
-print(time.process_time() - start)
+print(middle - start, time.process_time() - middle)
 """
 
 SOURCE = Path(__file__).parents[1] / "src"
@@ -65,4 +66,6 @@ def test_a_forbidden_import_is_noticed(tmp_path):
 
 
 def test_library_adds_little_to_the_import_of_torch():
-    assert any(float(python(IMPORT_SECONDS)) < 0.2 for _ in range(3))  # Other work can only make it slower.
+    """At most 0.2 s, or a quarter of torch's time on slow machines; once in three, as other work can make it slower."""
+    pairs = [map(float, python(IMPORT_SECONDS).split()) for _ in range(3)]
+    assert any(own < max(0.2, 0.25 * of_torch) for of_torch, own in pairs)
