@@ -71,8 +71,8 @@ Subquad.parts.cost = (root, data) => {
   const again = element("button", { type: "button" }, "Start again");
   again.addEventListener("click", () => {
     settings = { ...data.start };
-    write();
     schedule();
+    write(); // last: a browser may refuse many changes of the address in a short time
   });
   const form = root.querySelector(".cost-controls");
   form.append(...controls.map(({ made }) => made), again);
@@ -81,8 +81,8 @@ Subquad.parts.cost = (root, data) => {
 
   function change(name, value) {
     settings[name] = value;
-    write();
     schedule();
+    write(); // last: a browser may refuse many changes of the address in a short time
   }
 
   /* What is shown */

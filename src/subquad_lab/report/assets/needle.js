@@ -62,7 +62,7 @@
     draw() {
       const length = this.length(), place = length.places[this.at.place];
       this.depth.show(`${Math.round(100 * place.depth)} %`);
-      this.where.textContent = `${count(length.tokens - place.token)} tokens before the end`;
+      this.where.textContent = `about ${count(length.tokens - place.token)} tokens before the end`;
       this.drawText(length, place);
       this.drawAnswers(place);
       this.drawGrid(length);
