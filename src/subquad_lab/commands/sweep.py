@@ -134,6 +134,9 @@ def claim(study: "Study", search: Search, most: int | None) -> tuple[int, dict[s
                 held = hold(out, frozen.number)
             except UsageError:  # Its process is alive.
                 continue
+            if study.trials[frozen.number].state != TrialState.RUNNING:  # It ended after the list was made.
+                held.close()
+                continue
             # If the process was killed before all values were drawn, the rest are drawn now.
             return frozen.number, drawn(Trial(study, frozen._trial_id), search, whole), held
         if count(study, TrialState.WAITING) == 0 and (most is None or len(study.trials) >= most):

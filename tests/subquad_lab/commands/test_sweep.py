@@ -12,6 +12,7 @@ import pytest
 from small_runs import read_config
 from subquad_lab import Diverged, RunError
 from subquad_lab.cli import main
+from subquad_lab.commands import sweep
 from subquad_lab.training import lifecycle, processes
 
 
@@ -164,6 +165,26 @@ def test_several_processes_are_refused_where_each_run_may_have_them(command, opt
     own = [*options, "--grid.lr=0.1"] if command == "sweep" else [x for x in options if not x.startswith("--model")]
     line = complaint([command, "language", *own])
     assert f"{command}: expected one process, got 2; start it without torchrun" in line
+
+
+def test_a_trial_that_ends_while_another_process_looks_for_work_is_left_alone(options, tmp_path, monkeypatch):
+    out = tmp_path / "sweep"
+    arguments = [*sweep_arguments(options, out), "--grid.lr=0.01,0.1"]
+    monkeypatch.setattr(sweep, "finish", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    assert main(arguments) == 130
+    monkeypatch.undo()
+    study, hold = sweep.make_study(out, higher_is_better=False), sweep.hold
+
+    def ended(folder, number):
+        if study.trials[number].state.name == "RUNNING" and number == 0:
+            study.tell(number, 5.0)
+        return hold(folder, number)
+
+    monkeypatch.setattr(sweep, "hold", ended)
+    monkeypatch.setattr(sweep, "show", lambda *_: None)
+    assert main(arguments) == 0
+    assert not (out / "trial-000").exists()
+    assert (out / "trial-001" / "result.json").exists()
 
 
 def test_two_processes_share_a_sweep(options, tmp_path):

@@ -21,7 +21,7 @@ READ_BYTES = 1 << 22  # at a time, so that a long log does not delay the other r
 MAX_LINE_BYTES = 1 << 16
 MAX_FIGURES = 40
 MAX_STEP = 1 << 53  # the largest integer up to which all are exact in JavaScript
-TAIL_BYTES = 256  # of what was read, to notice that the log was written anew
+TAIL_BYTES = 256  # of what was read, to notice that the log was rewritten
 
 
 class Curve:
