@@ -13,7 +13,6 @@ import asyncio
 import json
 import os
 import re
-import signal
 import statistics
 import subprocess
 import sys
@@ -148,7 +147,7 @@ def measured(readers: int, seconds: float, pairs: int) -> list[Period]:
             return [period(log, port, count, seconds) for _ in range(pairs) for count in (0, readers)]
         finally:
             for process in processes:
-                process.send_signal(signal.SIGINT)
+                process.terminate()  # SIGINT is ignored by processes of a background job.
             for process in processes:
                 process.wait(60)
 

@@ -332,7 +332,8 @@ def test_all_questions_cost_a_tenth_of_exact_attention(n, remember, monkeypatch)
     reason = auto.choose(q, k, v).reason
     assert sum(spent) <= 0.1 * cost("exact", query_length=n, head_dim=64, heads=2).flops
     if n == 512:
-        assert not spent and "would take too long for such a short call" in reason
+        is_short = "would take too long for such a short call" if native.available() else "no approximation is faster"
+        assert not spent and is_short in reason
     else:
         assert len(spent) > 1
 

@@ -14,6 +14,7 @@ import subquad
 from calls import METHODS as CALLED
 from calls import relative
 from subquad import Auto, Exact, Multipole, RandomFeatures, Taylor, Window, attention, native
+from subquad.native import loader
 from subquad.native.calls import MAPS
 
 pytestmark = [
@@ -249,6 +250,7 @@ def test_a_trace_refuses_lengths_that_it_was_not_made_for() -> None:
         torch.jit.trace(lambda *x: attention(*x, is_causal=True, method="taylor"), (q[:, :, :50], k, v))
 
 
+@pytest.mark.skipif(not HAS_KERNELS, reason="needs the native kernels")
 def test_the_operator_checks_its_shapes() -> None:
     q, k, v = torch.randn(2, 1, 20, 8), torch.randn(2, 20, 8), torch.randn(2, 20, 4)
     numbers = (MAPS["elu"], 0, 8, 1.0, 1.0, True, True, 0, 0.0, False, False)
@@ -257,6 +259,13 @@ def test_the_operator_checks_its_shapes() -> None:
     for other in ((q[:, :, :9], k, v), (q[..., :5], k, v), (q, k[:1], v), (q, k, v[:, :9])):
         with pytest.raises(ValueError, match="subquad::forward: "):
             torch.ops.subquad.forward(*other, *rest, *numbers)
+
+
+def test_the_operator_of_a_program_recorded_with_kernels_names_what_is_missing(monkeypatch) -> None:
+    monkeypatch.setattr(loader, "FOUND", loader.FOUND._replace(library=None))
+    q, k, v = torch.randn(2, 1, 20, 8), torch.randn(2, 20, 8), torch.randn(2, 20, 4)
+    with pytest.raises(RuntimeError, match="recorded with the native kernels, which are not available here"):
+        torch.ops.subquad.forward(q, k, v, *(None,) * 7, MAPS["elu"], 0, 8, 1.0, 1.0, True, True, 0, 0.0, False, False)
 
 
 def test_a_batch_without_a_largest_size_is_exported():

@@ -80,3 +80,17 @@ def torch_team() -> int | None:
 
 
 FOUND = find()  # on import, so that torch.compile sees a constant
+
+
+def kernels() -> Library:
+    """Return the compiled kernels for a call that they serve.
+
+    Raises:
+        RuntimeError: There are none here: the call comes from a program that was recorded where there were.
+    """
+    if FOUND.library is None:
+        raise RuntimeError(
+            "subquad: this program was recorded with the native kernels, which are not available here: "
+            f"{FOUND.reason}; record it on this machine, or reinstall subquad with a C++ compiler"
+        )
+    return FOUND.library

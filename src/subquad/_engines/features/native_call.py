@@ -10,7 +10,7 @@ from torch import Tensor
 
 from subquad._engines.features.schedule import KernelSizes, Operation, schedule
 from subquad.native.calls import FEATURE_CALL, MAPS, address, check_result, strided
-from subquad.native.loader import FOUND
+from subquad.native.loader import kernels
 
 MAP_NAMES = list(MAPS)
 NO_GRADIENTS = (0,) * 11
@@ -95,8 +95,7 @@ def execute(
     gradients: tuple[int, ...] = NO_GRADIENTS,
 ) -> int:  # fmt: skip
     """Run a kernel and return its result code; arguments as for `packed_call`, but operands need not be contiguous."""
-    assert FOUND.library is not None  # or the call would not have been served
     operands = operands.contiguous()  # copies that live until the kernel has returned
-    code = getattr(FOUND.library, operation)(packed_call(operation, operands, numbers, results, gradients))
+    code = getattr(kernels(), operation)(packed_call(operation, operands, numbers, results, gradients))
     check_result(code)
     return int(code)

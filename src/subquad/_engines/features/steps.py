@@ -22,7 +22,7 @@ from subquad._engines.features.native_call import Operands, Results, packed_call
 from subquad._torch_internals import is_transformed
 from subquad.methods.method import FeatureMethod, feature_method
 from subquad.native.calls import FeatureCall, address, check_result
-from subquad.native.loader import FOUND
+from subquad.native.loader import kernels
 
 
 class FeatureSteps:
@@ -32,8 +32,7 @@ class FeatureSteps:
         self._state, self._count = state, 0
         self._operands, self._poison, self.normalizer = operands, *rows  # They live as long as the call.
         self._call = FeatureCall.from_buffer_copy(packed)
-        assert FOUND.library is not None  # or the kernels would not serve
-        self._step, self._address = FOUND.library.step, ctypes.byref(self._call)
+        self._step, self._address = kernels().step, ctypes.byref(self._call)
 
     @property
     def state(self) -> State:

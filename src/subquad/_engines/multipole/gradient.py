@@ -25,7 +25,7 @@ from subquad.methods import multipole as settings
 from subquad.methods.multipole import BLOCKS_PER_SEGMENT as FAN
 from subquad.methods.multipole import Multipole
 from subquad.native.calls import PADDING, MultipoleGradient, check_result
-from subquad.native.loader import FOUND
+from subquad.native.loader import kernels
 
 PARTS = 2  # of a head: sums that different threads may make, always the same number
 
@@ -55,8 +55,7 @@ class _Differentiable(torch.autograd.Function):
         table = memory.table()
         call = native_call(method, own_q, memory, sees, table, output)
         call.level, call.chosen, call.opened_segments = level.data_ptr(), chosen.data_ptr(), opened.data_ptr()
-        assert FOUND.library is not None
-        check_result(FOUND.library.multipole(ctypes.byref(call)))
+        check_result(kernels().multipole(ctypes.byref(call)))
         ctx.method, ctx.length = method, memory.length
         ctx.save_for_backward(q, k, v, sees, output, level, chosen, opened, *_tensors(memory))
         return output
@@ -103,8 +102,7 @@ def _gradients(
     call = native_call(method, q, memory, sees, table, output)
     call.level, call.chosen, call.opened_segments = level.data_ptr(), chosen.data_ptr(), opened.data_ptr()
     gradient = MultipoleGradient(call, count, PARTS, grad.data_ptr(), *(x.data_ptr() for x in (*given, q_grad, *sums)))
-    assert FOUND.library is not None
-    check_result(FOUND.library.multipole_backward(ctypes.byref(gradient)))
+    check_result(kernels().multipole_backward(ctypes.byref(gradient)))
     totals = [x.sum(1) for x in sums]
     return q_grad, *_to_keys(method, memory, blocks, roots, totals)
 

@@ -25,7 +25,7 @@ from subquad._engines.multipole.records import Layout, packed, packed_roots, unp
 from subquad.methods.multipole import BLOCKS_PER_SEGMENT as FAN
 from subquad.methods.multipole import Multipole
 from subquad.native.calls import PADDING, SegmentsCall, address, check_result, padded
-from subquad.native.loader import FOUND
+from subquad.native.loader import kernels
 
 SPARE_KEYS = 256  # room for steps in a memory that is shorter than its window
 
@@ -214,8 +214,7 @@ def _finished_natively(method: Multipole, memory: Memory, last: Tensor, with_ord
         first=base.data_ptr(), last=last.data_ptr(), table=table.data_ptr(), roots=roots.data_ptr(),
         order=address(done.order),
     )  # fmt: skip
-    assert FOUND.library is not None
-    check_result(FOUND.library.segments(ctypes.byref(call)))
+    check_result(kernels().segments(ctypes.byref(call)))
     return done
 
 

@@ -11,7 +11,7 @@ from subquad._torch_internals import is_transformed
 from subquad.methods import multipole as settings
 from subquad.methods.multipole import Multipole
 from subquad.native.calls import MultipoleCall, check_result
-from subquad.native.loader import FOUND
+from subquad.native.loader import kernels
 
 
 def is_served(*tensors: Tensor) -> bool:
@@ -37,8 +37,7 @@ def meet_natively(method: Multipole, q: Tensor, memory: Memory, sees: Tensor, sc
     # The heads of a token side by side, as the projection after attention reads them.
     output = q.new_empty(n, b, g, memory.raw_values.shape[-1]).permute(1, 2, 0, 3)
     call = native_call(method, q, memory, sees, table, output, scale)
-    assert FOUND.library is not None
-    check_result(FOUND.library.multipole(ctypes.byref(call)))
+    check_result(kernels().multipole(ctypes.byref(call)))
     return output
 
 

@@ -24,7 +24,7 @@ from subquad._engines.result import Result
 from subquad._torch_internals import in_transform
 from subquad.methods.multipole import Multipole
 from subquad.native.calls import PADDING, POISONED, SEGMENT_DUE, MultipoleCall, address, check_result
-from subquad.native.loader import FOUND
+from subquad.native.loader import kernels
 
 
 @dataclass
@@ -66,7 +66,7 @@ def stepped(method: Multipole, call: Call) -> Result | None:
 def _stepped(method: Multipole, call: Call, state: State) -> Result | State | None:
     """Call the kernel. Return a state with one more finished segment if that has to be done first and can be."""
     layout, permit = call.layout, state.permit
-    assert permit is not None and state.filled is not None and FOUND.library is not None
+    assert permit is not None and state.filled is not None
     query, scale = _scaled(widen(call.query).contiguous(), call.logit_scale)
     key, value = widen(call.key).contiguous(), widen(call.value)
     value = (F.pad(value, (0, -value.shape[-1] % PADDING)) if value.shape[-1] % PADDING else value).contiguous()
@@ -82,7 +82,7 @@ def _stepped(method: Multipole, call: Call, state: State) -> Result | State | No
     own.q, own.key, own.value, own.output = query.data_ptr(), key.data_ptr(), value.data_ptr(), output.data_ptr()
     own.filled = own.sees = filled.data_ptr()
     own.keep, own.threads, own.scale = address(keep), torch.get_num_threads(), scale
-    code = FOUND.library.multipole_step(ctypes.byref(own))
+    code = kernels().multipole_step(ctypes.byref(own))
     if code == SEGMENT_DUE and keep is None:
         memory = with_next_segment(method, prepared.memory_of(state))
         return None if memory is None else unfolded(memory, method, call)
@@ -130,13 +130,13 @@ class MultipoleSteps:
     """The steps that follow a state; `prepared` makes them. Only the count of keys is their own: room is shared."""
 
     def __init__(self, state: State, shared: Prepared, scale: float) -> None:
-        assert state.permit is not None and state.filled is not None and FOUND.library is not None
+        assert state.permit is not None and state.filled is not None
         self._state, self._permit, self._shared = state, state.permit, shared
         self._filled = state.filled.clone(memory_format=torch.contiguous_format)
         self._call = MultipoleCall.from_buffer_copy(shared.call)
         self._call.filled = self._call.sees = self._filled.data_ptr()
         self._call.scale, self._call.threads = scale, torch.get_num_threads()
-        self._length, self._step, self._address = state.length, FOUND.library.multipole_step, ctypes.byref(self._call)
+        self._length, self._step, self._address = state.length, kernels().multipole_step, ctypes.byref(self._call)
 
     @property
     def state(self) -> State:

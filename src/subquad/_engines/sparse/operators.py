@@ -21,7 +21,7 @@ from subquad._engines.sparse.native_call import native_call
 from subquad._engines.sparse.pattern import Pattern
 from subquad._torch_internals import is_batched
 from subquad.native.calls import POISONED, address, check_result, strided
-from subquad.native.loader import FOUND
+from subquad.native.loader import kernels
 
 ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor bounds, Tensor? keep, Tensor? layout, int query_block, "
@@ -51,8 +51,7 @@ def computed(
     if results[0].numel() == 0:
         return results, False
     call, _alive = native_call(q, k, v, pattern, scale, softcap, sinks, results)
-    assert FOUND.library is not None
-    code = FOUND.library.sparse(ctypes.byref(call))
+    code = kernels().sparse(ctypes.byref(call))
     check_result(code)
     return results, code == POISONED
 
@@ -78,8 +77,7 @@ def backward(
     own_q, own_k, own_v = found[0] if of_queries else None, *(x if of_keys else None for x in found[1:3])
     call.output_grad, call.level_grad, call.delta = strided(grad), address(level_grad), delta.data_ptr()
     call.q_grad, call.k_grad, call.v_grad = address(own_q), address(own_k), address(own_v)
-    assert FOUND.library is not None
-    check_result(FOUND.library.sparse_backward(ctypes.byref(call)))
+    check_result(kernels().sparse_backward(ctypes.byref(call)))
     if bool(poison.sum() != 0):  # Numbers that were replaced because they are not finite have gradient 0.
         for x, own in ((q, own_q), (k, own_k), (v, own_v)):
             if own is not None:

@@ -13,14 +13,14 @@ from subquad._engines.sparse.native_call import is_served, native_call
 from subquad._engines.sparse.pattern import Pattern
 from subquad.methods.window import Window
 from subquad.native.calls import POISONED, check_result
-from subquad.native.loader import FOUND
+from subquad.native.loader import kernels
 
 
 class WindowSteps:
     """The steps that follow a state; `prepared` makes them. The buffers are shared with the state."""
 
     def __init__(self, method: Window, state: State, layout: Layout, scale: float, query: Tensor) -> None:
-        assert state.permit is not None and state.keys is not None and FOUND.library is not None
+        assert state.permit is not None and state.keys is not None
         self._state, self._layout, self._permit = state, layout, state.permit
         self._buffers: Buffers = state.permit.prepared
         self._tail, self._count, self._reach = state.keys.shape[-2], 0, method.reach
@@ -35,7 +35,7 @@ class WindowSteps:
         call, self._alive = native_call(
             q, tokens.keys, tokens.values, pattern, scale, method.softcap, sinks, (self._rows[0], *self._rows)
         )
-        self._call, self._address, self._run = call, ctypes.byref(call), FOUND.library.sparse
+        self._call, self._address, self._run = call, ctypes.byref(call), kernels().sparse
         self._places = (ctypes.c_int32 * 4).from_address(self._bounds.data_ptr())
         # Sinks that are not in front of the tail are its first keys.
         self._sinks_end = self._buffers.front + method.sinks - int(self._buffers.keep[0, : self._buffers.front].sum())
