@@ -130,7 +130,7 @@ def test_keys_move_the_sliders_and_the_address_keeps_them(open_page, report) -> 
             shown = other.is_checked(f"#cost-{field.name}")
         assert (field.name, shown) == (field.name, getattr(moved, field.name))
     assert other.text_content("#cost .reason") == page.text_content("#cost .reason")
-    other.click("#cost button:has-text('Start again')")
+    other.click("#cost button:has-text('Reset')")
     explained(other)
     assert other.text_content("#cost .choice") == "Taylor(2)"
     assert opened.messages == []

@@ -70,7 +70,7 @@ def _swapped(best: Candidate, exact: Candidate, candidates: Sequence[Candidate],
     if situation.logit_range is None:
         return (
             f"Exact(): nothing is known about the logits, so no approximation can promise {budget}; pass "
-            "`logit_range=` or `sample=`."
+            "logit_range= or sample=."
         )
     return _needs(situation, situation.logit_range)
 
@@ -85,7 +85,7 @@ def _from_a_sample(best: Candidate, exact: Candidate, candidates: Sequence[Candi
     kinds = {type(c.method): c for c in faster if engine_of(c.method) != "features"}
     shown = list(kinds.values()) or faster[:1]
     listed = " and ".join(f"{c.name} ({_speed(c, exact)})" for c in shown)
-    return f" A sample of your queries, keys and values (`sample=`) would measure the error of {listed} too."
+    return f" A sample of your queries, keys and values (sample=) would measure the error of {listed} too."
 
 
 def _fastest_to_train(best: Candidate, exact: Candidate, candidates: Sequence[Candidate], situation: Situation) -> str:

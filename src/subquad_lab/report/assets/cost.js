@@ -68,7 +68,7 @@ Subquad.parts.cost = (root, data) => {
   };
 
   const controls = [...data.sliders.map(makeSlider), ...data.switches.map(makeSwitch)];
-  const again = element("button", { type: "button" }, "Start again");
+  const again = element("button", { type: "button" }, "Reset");
   again.addEventListener("click", () => {
     settings = { ...data.start };
     schedule();
@@ -100,7 +100,7 @@ Subquad.parts.cost = (root, data) => {
       element("td", {}, row.error.__str__(), element("br"),
         element("small", { className: { within: "good", above: "bad" }[row.verdict] ?? "" }, within[row.verdict]))));
     body.replaceChildren(...rows);
-    caption.textContent = `One method of each kind, at ${settings.is_causal ? "causal" : "full"} attention over ` +
+    caption.textContent = `One method of each kind, ${settings.is_causal ? "causal" : "full"} attention over ` +
       `${shown(settings.length)} tokens, ${settings.heads} heads of width ${settings.width} and value width ` +
       `${settings.value_width}, logits within ±${settings.logit_range}` +
       `${settings.training ? ", forward and backward" : ""}.`;

@@ -147,7 +147,7 @@
         });
         return element("tr", {}, element("td", {}, choice), ...numbers);
       });
-      const titles = ["method", "error, row", "error, head", "keys read", "approximated", "not read"];
+      const titles = ["method", "error of the row", "error of the head", "keys read", "approximated", "not read"];
       const header = titles.map((text, i) => element("th", { scope: "col", className: i ? "number" : "" }, text));
       return group("Method", scrolled("Methods", element("table", { className: "head-methods" },
         element("thead", {}, element("tr", {}, ...header)), element("tbody", {}, ...rows))));

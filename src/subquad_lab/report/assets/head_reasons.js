@@ -40,11 +40,14 @@
       const at = (x) => `at ${number(x)} exp is ${number(Math.exp(x))} and the polynomial ${number(series(x, degree))}`;
       const [least, greatest] = rangeOf(row.head);
       const range = `The logits of this head run from ${number(least)} to ${number(greatest)}, in this row from ${number(low)} `
-        + `to ${number(high)}. A polynomial of degree ${degree}`;
-      if (row.error < CLOSE) return `${range} follows exp in this range: ${at(high)}.`;
+        + `to ${number(high)}.`;
+      if (row.error < CLOSE) {
+        return `${range} The row is close: ${row.name(top)}, the key with the largest exact weight, gets `
+          + `${percent(row.weights[top])} instead of ${percent(row.exact[top])}.`;
+      }
       const wrong = most === top ? "" : ` So it gives the most to ${row.name(most)}, ${percent(row.weights[most])}, where the `
         + `exact weight is ${percent(row.exact[most])}.`;
-      return `${range} is far from exp there: ${at(high)}; ${at(low)}.${wrong}`;
+      return `${range} A polynomial of degree ${degree} is far from exp there: ${at(high)}; ${at(low)}.${wrong}`;
     },
 
     random: (row) => {

@@ -68,7 +68,7 @@
       this.drawGrid(length);
       const found = this.data.methods.filter((_, i) => place.methods[i].is_found);
       const lost = this.data.methods.filter((_, i) => !place.methods[i].is_found);
-      this.summary.textContent = `${found.join(", ") || "No method"} ${found.length > 1 ? "find" : "finds"} the needle here`
+      this.summary.textContent = `${new Intl.ListFormat("en").format(found) || "No method"} ${found.length > 1 ? "find" : "finds"} the needle here`
         + `${lost.length ? `; ${lost.join(", ")} ${lost.length > 1 ? "lose" : "loses"} it.` : "."}`;
     }
 

@@ -40,7 +40,7 @@
 
   const axis = (side, isLog, label, format, colors) => ({
     ...(isLog ? { splits: (_, __, low, high) => logTicks(low, high), filter: (_, ticks) => ticks } : {}),
-    label, labelSize: 24, stroke: colors.text, font: colors.font, labelFont: colors.font, ticks: { stroke: colors.grid },
+    label, labelSize: 28, stroke: colors.text, font: colors.font, labelFont: colors.font, ticks: { stroke: colors.grid },
     grid: { stroke: colors.grid, width: 1 },
     values: (_, ticks) => ticks.map((tick) => (tick === null ? "" : format(tick))),
     size: side === "x" ? 36 : (_, values) => 16 + 7 * Math.max(3, ...(values ?? []).map((text) => (text ?? "").length)),
