@@ -2,6 +2,7 @@
 
 import errno
 import os
+import threading
 from pathlib import Path
 
 from subquad_lab import UsageError
@@ -30,4 +31,11 @@ def run(root: Path, port: int) -> None:
     with server:
         say(f"http://{HOST}:{server.port}", f"Serving {root}, read-only, for this machine only. Stop with Ctrl-C.",
             flush=True)  # fmt: skip
-        server.serve_forever()
+        # Ctrl-C interrupts the main thread wherever it is. Between the start of a reader's thread and its own next
+        # request, it would close that reader's connection twice: so the main thread only waits.
+        answering = threading.Thread(target=server.serve_forever, name="server", daemon=True)
+        answering.start()
+        try:
+            answering.join()
+        finally:
+            server.shutdown()

@@ -43,10 +43,21 @@ def listeners(port: int) -> list[str]:
     return [line[1].split(":")[0] for line in lines if line[3] == "0A" and int(line[1].split(":")[1], 16) == port]
 
 
+# `subquad` where the thread that accepts a reader is still busy with him when he already has the first bytes.
+SLOW_TO_ACCEPT = """
+import sys, time
+from subquad_lab.cli import main
+from subquad_lab.report.live.server import Server
+accept = Server.process_request
+Server.process_request = lambda *given: (accept(*given), time.sleep(1))
+sys.exit(main())
+"""
+
+
 @pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="needs the tables of Linux")
 def test_the_process_prints_its_address_listens_locally_and_ends_with_ctrl_c(trained):
     process = subprocess.Popen(
-        [sys.executable, "-m", "subquad_lab", "serve", "--port", "0", "--root", str(trained.parent)],
+        [sys.executable, "-c", SLOW_TO_ACCEPT, "serve", "--port", "0", "--root", str(trained.parent)],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed_interrupts,
     )  # fmt: skip
     try:
