@@ -341,23 +341,34 @@ template <class T> class Scan {
   // Weights, and their derivatives with respect to the logit: (source, reader), 0 for hidden pairs.
   template <bool with_slopes> void meet_source_keys() {
     set_product<T>(key_count, c, s.pair_width(), {source.pairs(), source.pair_row(), 1}, reader.pairs(), c, weights, c);
-    for (Size k = 0; k < key_count; ++k)
-      for (Size t = 0; t < c; t += lanes<T>) {
+    for (Size k = 0; k < key_count; ++k) {
+      const Size first = k / lanes<T> * lanes<T>;  // The rows before it do not see the key.
+      clear<with_slopes>(k * c, k * c + first);
+      for (Size t = first; t < c; t += lanes<T>) {
         vec<T> factor = all(T(1));
         if (s.scaled) factor = near.of(all(key_scale[k]), all(near.above[k]), load(top + t), load(near.below + t));
         weigh<with_slopes>(k * c + t, factor, places<T>(t) >= places<T>(k, 0));
       }
+    }
   }
 
   void meet_source_queries() {
     set_product<T>(query_count, c, s.pair_width(), {source.pairs(), source.pair_row(), 1}, reader.pairs(), c, weights,
                    c);
-    for (Size q = 0; q < query_count; ++q)
-      for (Size t = 0; t < c; t += lanes<T>) {
+    for (Size q = 0; q < query_count; ++q) {
+      const Size end = q / lanes<T> * lanes<T> + lanes<T>;  // The keys from there on are not seen.
+      for (Size t = 0; t < end; t += lanes<T>) {
         vec<T> factor = all(T(1));
         if (s.scaled) factor = near.of(load(key_scale + t), load(near.above + t), all(top[q]), all(near.below[q]));
         weigh<true>(q * c + t, factor, places<T>(t) <= places<T>(q, 0));
       }
+      clear<true>(q * c + end, (q + 1) * c);
+    }
+  }
+
+  template <bool with_slopes> void clear(Size from, Size to) {
+    std::fill(weights + from, weights + to, T(0));
+    if (with_slopes) std::fill(slopes + from, slopes + to, T(0));
   }
 
   template <bool with_slopes> void weigh(Size place, vec<T> factor, mask<T> seen) {
