@@ -23,7 +23,8 @@ def test_gradients_are_those_of_finite_differences(name, mask):
             return in_form(form, METHODS[name], *x, **options)
 
         assert torch.autograd.gradcheck(function, inputs, fast_mode=True)
-        assert form == "dense" or torch.autograd.gradgradcheck(function, inputs, fast_mode=True)
+        # test_transforms.py has the second derivatives of the forms in torch's operations.
+        assert form != "fused" or torch.autograd.gradgradcheck(function, inputs, fast_mode=True)
 
 
 def query_gradient_by_subtraction(k: Tensor, v: Tensor, grad: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from functools import cache
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from subquad import RandomFeatures, attention, error, needed_features, optimal_scale
 from subquad.methods.feature_variance import relative_variance
@@ -63,6 +64,14 @@ def test_every_kind_and_coupling_is_unbiased(kind, scale, coupling) -> None:
     q, k = torch.randn(2, 4, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * 0.4
     found = estimates(RandomFeatures(rows, kind, scale=scale), draws_of(coupling), q, k)
     assert ((found.mean(0) - 1).abs() / (found.std(0) / math.sqrt(2000))).max() <= 3
+    assert kind == "trigonometric" or bool((found > 0).all())
+
+
+def test_orthogonal_draws_without_random_lengths_are_noticed() -> None:
+    """The fault: all projections of length sqrt(d), which is biased."""
+    q, k = torch.randn(2, 4, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64) * 0.4
+    found = estimates(RandomFeatures(10), F.normalize(draws_of("orthogonal"), dim=-1) * 2, q, k)
+    assert ((found.mean(0) - 1).abs() / (found.std(0) / math.sqrt(2000))).max() > 6
 
 
 def test_other_constants_are_noticed() -> None:

@@ -24,17 +24,26 @@ FOLDER = Path(__file__).parent
 ASSETS, VENDOR = FOLDER / "assets", FOLDER / "vendor"
 PARTS = (
     Part("experiments", "Experiments", experiments.plots, scripts=("experiments.js",)),
-    Part("cost", "What would it cost?", cost_data.data, scripts=("python.js", "cost.js"), written=cost_data.model),
+    Part(
+        "cost", "What would it cost?", cost_data.data, scripts=("python.js", "cost.js"), written=cost_data.model,
+        is_fixed=True,
+    ),
     Part(
         "head", "Look into a head", lambda _: head_data.head_data(),
         scripts=("controls.js", "head_methods.js", "head_multipole.js", "head_reasons.js", "head.js"),
+        is_fixed=True,
     ),
-    Part("needle", "The needle", lambda _: needle_data.needle_data(), scripts=("controls.js", "needle.js")),
+    Part(
+        "needle", "The needle", lambda _: needle_data.needle_data(), scripts=("controls.js", "needle.js"),
+        is_fixed=True,
+    ),
     Part("claims", "The theory, checked", claims.cards, scripts=("claims.js",)),
 )  # fmt: skip  # in the order of the page
 
 
-def page(runs: list[Run], theory: Sequence[dict[str, Any]] = (), live: Part | None = None) -> str:
+def page(
+    runs: list[Run], theory: Sequence[dict[str, Any]] = (), live: Part | None = None, parts: Sequence[Part] = PARTS
+) -> str:
     """Return the report as HTML. Text from records is escaped; plots are drawn from the metrics.
 
     A damaged run is listed, with a warning, and left out. If no other run is left, a page that is not live raises a
@@ -44,13 +53,14 @@ def page(runs: list[Run], theory: Sequence[dict[str, Any]] = (), live: Part | No
         runs: Runs to report.
         theory: Checked claims, from `claims.claims`.
         live: A part that receives news from a server: the page that contains it may connect to where it came from.
+        parts: The other parts; a server makes the fixed ones once.
     """
     sections, damaged = experiments.sections(runs)
     if not sections and live is None:
         raise UsageError(next(iter(damaged.values())))
     material = Material(sections, damaged, theory)
     shown = [] if live is None else [(live, live.data(material))]
-    shown += [(part, data) for part in PARTS if (data := part.data(material)) is not None]
+    shown += [(part, data) for part in parts if (data := part.data(material)) is not None]
     scripts = [VENDOR / "uplot.js", ASSETS / "subquad.js", ASSETS / "plot.js"]
     # Parts may share a script.
     scripts += dict.fromkeys(ASSETS / name for part, _ in shown for name in part.scripts)

@@ -9,7 +9,7 @@ The page puts the data as JSON into <script type="application/json" id="data-NAM
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
@@ -38,6 +38,7 @@ class Part:
         data: Returns JSON-serializable data for the template and the scripts, or None to leave the part out.
         scripts: Files in assets/, in order.
         written: Returns a script that Python writes; it runs after the files of all parts, and before they start.
+        is_fixed: Whether data and script are the same whatever was run, so that a server need make them only once.
     """
 
     name: str
@@ -45,3 +46,9 @@ class Part:
     data: Callable[[Material], Any]
     scripts: tuple[str, ...] = ()
     written: Callable[[], str] | None = None
+    is_fixed: bool = False
+
+    def made(self) -> "Part":
+        """Return this part with its data and script at hand."""
+        data, written = self.data(Material([])), self.written and self.written()
+        return replace(self, data=lambda _: data, written=None if written is None else lambda: written)

@@ -3,6 +3,8 @@
 first request                            render, and wait for it
 nothing has changed, or it is too early  the page as it is; its curves grow by events
 otherwise                                one request renders; the others get the page as it is
+
+The parts that are the same whatever was run take most of the time, and are made once.
 """
 
 import re
@@ -16,7 +18,7 @@ from typing import Any, NamedTuple
 
 from subquad_lab import UsageError
 from subquad_lab.report.live.watcher import pause_after, served_runs
-from subquad_lab.report.page import page
+from subquad_lab.report.page import PARTS, page
 from subquad_lab.report.part import Part
 from subquad_lab.system.text import warn
 from subquad_lab.training.run import Run
@@ -40,6 +42,7 @@ class Renderer:
         self._lock = threading.Lock()
         self._rendered: Rendered | None = None
         self._files: Any = None
+        self._parts: list[Part] = []
         self._render_at = 0.0
 
     def rendered(self) -> Rendered:
@@ -62,7 +65,7 @@ class Renderer:
             runs, refused = served_runs(self.root)
             files = _files(runs.values()), refused
             if files != self._files or self._rendered is None:
-                self._rendered, self._files = _rendered(_page(runs, refused)), files
+                self._rendered, self._files = _rendered(self._page(runs, refused)), files
         except Exception as error:
             if self._rendered is None:
                 raise
@@ -70,6 +73,15 @@ class Renderer:
             warn(f"the page was not renewed: {type(error).__name__}: {error}")
         finally:
             self._render_at = time.monotonic() + pause_after(time.monotonic() - begin, RENDER_SECONDS)
+
+    def _page(self, runs: dict[str, Run], refused: dict[str, str]) -> str:
+        """Return the page; it need not have any run."""
+        self._parts = self._parts or [part.made() if part.is_fixed else part for part in PARTS]
+        states = {place: _state(run) for place, run in runs.items()} | dict.fromkeys(refused, "damaged")
+        live = Part("live", "Live", lambda _: {"states": states, "refused": refused}, scripts=("live.js",))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # The page lists the damaged runs.
+            return page(list(runs.values()), live=live, parts=self._parts)
 
 
 def _rendered(html: str) -> Rendered:
@@ -88,15 +100,6 @@ def _files(runs: Iterable[Run]) -> list[tuple[str, int, int]]:
             continue
         found.append((str(path), about.st_mtime_ns, about.st_size))
     return sorted(found)
-
-
-def _page(runs: dict[str, Run], refused: dict[str, str]) -> str:
-    """Return the page; it need not have any run."""
-    states = {place: _state(run) for place, run in runs.items()} | dict.fromkeys(refused, "damaged")
-    part = Part("live", "Live", lambda _: {"states": states, "refused": refused}, scripts=("live.js",))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # The page lists the damaged runs.
-        return page(list(runs.values()), live=part)
 
 
 def _state(run: Run) -> str:

@@ -6,8 +6,9 @@
 
 It maps no path to a file, so no path can lead out of the runs folder. It listens on 127.0.0.1 only. A page of another
 site could still reach it through the browser of the user, under a name of its own that resolves to 127.0.0.1: requests
-must therefore name this host. Each connection has a thread and is closed after one answer. A client that sends nothing,
-or does not read, holds its own thread only, and until a timeout.
+must therefore name this host. Each request has a thread and its connection is closed after one answer, but a reader of
+events is passed on to the watcher, which serves all of them. A client that sends nothing, or does not read, holds its
+own thread only, and until a timeout.
 """
 
 import io
@@ -27,7 +28,6 @@ from subquad_lab.system.text import warn
 
 HOST = "127.0.0.1"
 REQUEST_SECONDS = 10.0  # to send a request, and to accept each piece of the answer
-HEARTBEAT_SECONDS = 15.0  # between events, so that a reader who has gone is noticed
 LINGER_SECONDS, LINGER_PIECES = 1.0, 64
 RECONNECT_MILLISECONDS = 2000
 MAX_REQUEST_BYTES, PIECE_BYTES = 1 << 16, 1 << 16
@@ -71,10 +71,21 @@ class Server(ThreadingMixIn, TCPServer):
             self.shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Answer a request; then pass its connection on to the watcher, or end it."""
+        seen = None
         try:
-            super().process_request_thread(request, client_address)
+            seen = Handler(request, client_address, self).seen
+        except Exception:
+            self.handle_error(request, client_address)
         finally:
-            self._free.release()
+            if seen is None:
+                self._leave(request)
+            else:
+                self.watcher.add(request, seen, self._leave)
+
+    def _leave(self, request: Any) -> None:
+        self.shutdown_request(request)
+        self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Do nothing about a client that has gone; `Handler.do_GET` reports our own faults."""
@@ -86,6 +97,7 @@ class Handler(BaseHTTPRequestHandler):
     server: Server
     server_version, sys_version = "subquad", ""
     is_refused = False
+    seen: int | None = None  # version of the events that were sent, if more are to follow
 
     def setup(self) -> None:
         """Read the whole head of the request within a time limit, however slowly it arrives."""
@@ -162,17 +174,14 @@ class Handler(BaseHTTPRequestHandler):
         self.end_headers()
 
     def _send_events(self) -> None:
-        """Send the newest message of each run, then those that change, until the reader has gone."""
+        """Send the newest message of each run; the watcher sends what follows."""
         self.close_connection = True
         self._send_head(HTTPStatus.OK, {"Content-Type": "text/event-stream"}, NOTHING_ALLOWED)
         if self.command == "HEAD":
             return
-        self.wfile.write(f"retry: {RECONNECT_MILLISECONDS}\n\n".encode())
-        seen = 0
-        with self.server.watcher.reading():
-            while True:
-                seen, messages = self.server.watcher.wait(seen, HEARTBEAT_SECONDS)
-                self.wfile.write(messages or b":\n\n")
+        seen, messages = self.server.watcher.since(0)
+        self.wfile.write(f"retry: {RECONNECT_MILLISECONDS}\n\n".encode() + messages)
+        self.seen = seen
 
     def finish(self) -> None:
         """Read what is left of a refused request: closing at once would discard the answer on its way."""

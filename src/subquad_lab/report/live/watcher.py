@@ -1,6 +1,7 @@
 """One thread that follows all runs of a folder, for all readers.
 
-    look:  find runs  ->  read what was added to their logs  ->  a message for each run that changed
+    look:    find runs  ->  read what was added to their logs  ->  a message for each run that changed
+    notify:  each reader  ->  the messages after the last version that it has seen
 
 A message holds the whole progress of its run, with curves of limited size. A reader who is slow, or who comes late,
 needs only the newest message of each run: nothing is queued, and memory does not grow with the number of readers.
@@ -9,15 +10,17 @@ Files are read only while somebody reads the page.
 
 import json
 import os
+import socket
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from subquad_lab import UsageError
 from subquad_lab.experiments.stored import experiment_of
+from subquad_lab.report.live.listener import Listener
 from subquad_lab.report.live.progress import Progress
 from subquad_lab.system.text import one_line, printable, warn
 from subquad_lab.training.run import Run, all_runs
@@ -64,7 +67,8 @@ class Watcher:
         self._condition = threading.Condition()  # guards what follows
         self._messages: dict[str, tuple[int, bytes]] = {}  # by place, each with its version
         self._contents: dict[str, dict[str, Any]] = {}
-        self._version = self._readers = 0
+        self._listeners: list[Listener] = []
+        self._version = 0
 
     def start(self) -> None:
         threading.Thread(target=self._watch, name="watcher", daemon=True).start()
@@ -72,10 +76,11 @@ class Watcher:
     def _watch(self) -> None:
         while True:
             with self._condition:
-                self._condition.wait_for(lambda: self._readers > 0)
+                self._condition.wait_for(lambda: self._listeners)
             begin = time.monotonic()
             try:
                 self.look()
+                self.notify()
             except Exception as error:  # The readers would wait forever for a thread that has ended.
                 warn(f"{type(error).__name__}: {error}")
             time.sleep(pause_after(time.monotonic() - begin, LOOK_SECONDS))
@@ -91,8 +96,6 @@ class Watcher:
         for place, progress in self._followed.items():
             if self._has_news(place, progress):
                 self._publish(place, {"state": "unfinished", **progress.as_json()})
-        with self._condition:
-            self._condition.notify_all()
 
     def _has_news(self, place: str, progress: Progress) -> bool:
         """Read what was added to a log; a fault in one run must not hide the others."""
@@ -145,21 +148,24 @@ class Watcher:
             self._version += 1
             self._messages[place] = self._version, f"data: {text}\n\n".encode()
 
-    @contextmanager
-    def reading(self) -> Iterator[None]:
-        """Count a reader; without readers, nothing is watched."""
+    def since(self, seen: int) -> tuple[int, bytes]:
+        """Return the newest version, and the newest message of each run that changed after version `seen`."""
         with self._condition:
-            self._readers += 1
-            self._condition.notify_all()
-        try:
-            yield
-        finally:
-            with self._condition:
-                self._readers -= 1
-
-    def wait(self, seen: int, seconds: float) -> tuple[int, bytes]:
-        """Wait for messages after version `seen`; return the version and the messages, empty after `seconds`."""
-        with self._condition:
-            self._condition.wait_for(lambda: self._version > seen, seconds)
             new = sorted(entry for entry in self._messages.values() if entry[0] > seen)
             return self._version, b"".join(message for _, message in new)
+
+    def add(self, connection: socket.socket, seen: int, leave: Callable[[socket.socket], None]) -> None:
+        """Send a reader all messages after version `seen` until it has gone; then call `leave` with its connection."""
+        with self._condition:
+            self._listeners.append(Listener(connection, seen, leave))
+            self._condition.notify_all()
+
+    def notify(self) -> None:
+        """Send each reader what is new to it."""
+        with self._condition:
+            listeners = list(self._listeners)
+        since = cache(self.since)  # Most readers have seen the same.
+        gone = {id(listener) for listener in listeners if not listener.send(*since(listener.seen))}
+        if gone:
+            with self._condition:
+                self._listeners = [listener for listener in self._listeners if id(listener) not in gone]

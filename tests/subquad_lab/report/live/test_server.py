@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,8 @@ from small_runs import unfinish
 from subquad_lab.report.live import rendering
 from subquad_lab.report.live import server as module
 from subquad_lab.report.live.server import Server
+from subquad_lab.report.page import page
+from subquad_lab.training.run import Run
 
 FETCH_SECONDS = 60.0  # The first page may be rendered on a busy machine.
 
@@ -169,7 +172,7 @@ def test_a_page_that_cannot_be_renewed_stays_as_it_was(server, root, trained, mo
         renders.append(None)
         raise ZeroDivisionError("planted")
 
-    monkeypatch.setattr(rendering, "_page", fail)
+    monkeypatch.setattr(rendering.Renderer, "_page", fail)
     (root / "language-001" / "note").write_text("new")
     server.renderer._render_at = 0.0
     for _ in range(3):
@@ -319,6 +322,25 @@ def test_the_page_is_rendered_once_per_change_and_not_too_often(root, trained, t
     assert renderer.rendered() is first and len(count) == 1  # too early
     monkeypatch.setattr(renderer, "_render_at", 0.0)
     assert b"later" in renderer.rendered().html and len(count) == 2
+
+
+def test_parts_that_do_not_depend_on_runs_are_made_once_and_are_those_of_the_report(root, trained, monkeypatch):
+    renderer = rendering.Renderer(root)
+    first = renderer.rendered()
+    fixed = {part.name for part in rendering.PARTS if part.is_fixed}
+    assert fixed == {"cost", "head", "needle"}
+
+    def again(*_):
+        raise AssertionError("a part was made again")
+
+    monkeypatch.setattr(rendering, "PARTS", [replace(part, data=again, written=again) for part in rendering.PARTS])
+    (trained / "metrics.jsonl").touch()
+    monkeypatch.setattr(renderer, "_render_at", 0.0)
+    second, report = renderer.rendered(), page([Run(trained)]).encode()
+    assert second is not first
+    for name in fixed:
+        data = re.compile(f'id="data-{name}">(.*?)</script>'.encode(), re.DOTALL)
+        assert data.search(first.html)[1] == data.search(second.html)[1] == data.search(report)[1] != b""
 
 
 def test_while_one_request_renders_others_get_the_page_as_it_is(root, monkeypatch):

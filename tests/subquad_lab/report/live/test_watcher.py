@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import socket
 import threading
 import time
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from small_runs import unfinish
+from subquad_lab.report.live import listener
 from subquad_lab.report.live import watcher as module
 from subquad_lab.report.live.watcher import Watcher, pause_after, served_runs
 from subquad_lab.training.run import all_runs
@@ -25,9 +27,16 @@ def news(watcher: Watcher, seen: int = 0) -> tuple[int, dict[str, dict]]:
     """Look at everything, and return the version and the messages after version `seen` by run."""
     watcher._find_at = 0.0
     watcher.look()
-    version, text = watcher.wait(seen, 0.0)
+    version, text = watcher.since(seen)
     messages = [json.loads(part.removeprefix(b"data: ")) for part in text.split(b"\n\n") if part]
     return version, {message["run"]: message for message in messages}
+
+
+def joined(watcher: Watcher) -> socket.socket:
+    """Return the far end of the connection of a new reader."""
+    near, far = socket.socketpair()
+    watcher.add(near, 0, lambda connection: connection.close())
+    return far
 
 
 def test_a_run_that_grows_is_sent_with_the_numbers_of_its_log(watcher, trained):
@@ -131,12 +140,16 @@ def test_nothing_is_read_without_readers_and_one_look_serves_all(watcher, monkey
     watcher.start()
     time.sleep(0.1)
     assert looks == []
-    with watcher.reading(), watcher.reading():
-        end = time.monotonic() + 10
-        while len(looks) < 3 and time.monotonic() < end:
-            time.sleep(0.01)
+    readers = [joined(watcher), joined(watcher)]
+    end = time.monotonic() + 10
+    while len(looks) < 3 and time.monotonic() < end:
+        time.sleep(0.01)
     assert len(looks) >= 3 and len(set(looks)) == 1
-    time.sleep(0.1)
+    monkeypatch.setattr(listener, "HEARTBEAT_SECONDS", 0.0)  # A reader who has gone is noticed at the next heartbeat.
+    for reader in readers:
+        reader.close()
+    time.sleep(0.2)
+    assert watcher._listeners == []
     count = len(looks)
     time.sleep(0.1)
     assert len(looks) == count
@@ -154,8 +167,9 @@ def test_a_fault_does_not_end_the_watcher(watcher, monkeypatch, capfd):
 
     monkeypatch.setattr(watcher, "look", look)
     watcher.start()
-    with watcher.reading():
-        assert b"language-001" in watcher.wait(0, 10)[1]
+    with joined(watcher) as reader:
+        reader.settimeout(10)
+        assert b"language-001" in reader.recv(1 << 16)
     assert "ZeroDivisionError: planted" in capfd.readouterr().err
 
 
