@@ -62,7 +62,7 @@ async def load(port: int, counts: Counter[str]) -> None:
 
 
 async def read(port: int, delay: float, end: float, reload: float, counts: Counter[str]) -> None:
-    """Open the page, listen to the events until the end, and reload the page after so many seconds."""
+    """Open the page, listen to the events until the end, and reload the page every `reload` seconds."""
     await asyncio.sleep(delay)
     last, heard = 0, 0
     try:

@@ -207,13 +207,8 @@ def quiet_attention(
         return recorders[-1](query, key, value, **options)
     if (elsewhere := redirect()) is not None:
         return elsewhere.attend(method, query, key, value, **options)
-    state, is_stateful = options.get("state"), options.get("return_state", False)
     method = decided(method, query, key, value, **options)
-    mask, is_causal = options.get("attn_mask"), options.get("is_causal", False)
-    has_masks = options.get("key_padding_mask") is not None or options.get("segment_ids") is not None
-    has_own_form = mask is not None and (is_causal or mask.dim() < 2)  # torch's function does not take it
-    has_own_form = has_own_form or _has_size_zero(query, key, value)
-    if engine_of(method) == "exact" and state is None and not (is_stateful or has_masks or has_own_form):
+    if engine_of(method) == "exact" and _is_plain(query, key, value, **options):
         names = ("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
         given = {name: options[name] for name in names if name in options}
         return scaled_dot_product_attention(query, key, value, **given)
@@ -221,7 +216,17 @@ def quiet_attention(
     if warns:
         warn_far_range(method, call, stacklevel=3)
     output, new_state, _ = run(method, call)
-    return (output, cast(State, new_state)) if is_stateful else output
+    return (output, cast(State, new_state)) if options.get("return_state") else output
+
+
+def _is_plain(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> bool:
+    """Return whether torch's function takes the call as it is."""
+    if any(options.get(name) is not None for name in ("key_padding_mask", "segment_ids", "state")):
+        return False
+    mask = options.get("attn_mask")
+    if options.get("return_state") or (mask is not None and (options.get("is_causal") or mask.dim() < 2)):
+        return False
+    return not _has_size_zero(query, key, value)
 
 
 def _has_size_zero(*tensors: Tensor) -> bool:

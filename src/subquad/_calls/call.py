@@ -27,6 +27,8 @@ from subquad._calls.masks import (
 )  # fmt: skip
 from subquad._calls.state import State
 
+NOT_REAL = (str, bytes, bool, complex, list, tuple)  # a union made anew in each call would take longer than the check
+
 
 class Call(NamedTuple):
     """The arguments of one call, whatever its method."""
@@ -190,9 +192,9 @@ def check_numbers(dropout_p: float, scale: float | None) -> None:
     if torch.compiler.is_compiling():
         return
     for name, number in (("dropout_p", dropout_p), ("scale", scale)):
-        if isinstance(number, str | bytes | bool | complex | list | tuple):
+        if isinstance(number, NOT_REAL):
             raise TypeError(f"{name}: expected a number, got {number!r}")
-    if isinstance(scale, int | float) and not isfinite(scale):
+    if isinstance(scale, (int, float)) and not isfinite(scale):
         raise ValueError(f"scale: expected a finite number, got {scale}")
-    if isinstance(dropout_p, int | float) and not 0 <= dropout_p <= 1:
+    if isinstance(dropout_p, (int, float)) and not 0 <= dropout_p <= 1:
         raise ValueError(f"dropout_p: expected a number from 0 to 1, got {dropout_p}")

@@ -46,9 +46,8 @@ def _in_chunks(kernel: Kernel, tokens: Tokens, before: Sums | None, is_causal: b
             "query: torch.jit.trace cannot record a causal call with different numbers of queries and keys; use "
             "torch.export"
         )
-    if (
-        in_trace()
-    ):  # A trace keeps no conditions, but fails here if it is later given other numbers of queries and keys.
+    if in_trace():
+        # A trace keeps no conditions, but fails here if it is later given other numbers of queries and keys.
         q = q.reshape(*q.shape[:2], m, q.shape[3])
     longest = n if n == m else torch.sym_max(n, m)
     count = (longest + 2 * CHUNK_TOKENS - 1) // CHUNK_TOKENS  # One extra chunk: torch specializes on sizes of 1.

@@ -36,10 +36,10 @@ def fused(
         chunk: The largest number of tokens in a chunk; 0: the best.
         coordinates: `Coordinates.packed`, if the tokens are not in the coordinates of the method yet.
     """
-    sums = (None, None, None) if before is None else (before.values.mT, before.poison, before.log_scale)
-    operands = Operands(*tokens[:4], kernel.table, turned(method, kernel.table), *sums)._replace(
-        coordinates=coordinates
-    )
+    sums: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None)
+    if before is not None:
+        sums = before.values.mT, before.poison, before.log_scale
+    operands = Operands(*tokens[:4], kernel.table, turned(method, kernel.table), *sums, coordinates)
     numbers = numbers_of(method, kernel, is_causal, chunk, coordinates is not None)
     if not want_sums:
         output, _, poison = _forward(operands, numbers)
