@@ -37,7 +37,7 @@ def query_gradient_by_subtraction(k: Tensor, v: Tensor, grad: Tensor) -> Tensor:
 
 
 def worst_row(found: Tensor, expected: Tensor) -> float:
-    """The largest relative error of a row; rows that are zero but for rounding, as the first one is, do not count."""
+    """The largest relative error of a row; rows that are zero up to rounding, as the first one is, do not count."""
     size = expected.norm(dim=-1)
     counts = size > 1e-6 * size.square().mean().sqrt()
     return ((found - expected).norm(dim=-1) / size)[counts].max().item()

@@ -50,7 +50,7 @@ def test_a_run_without_its_random_numbers_would_not_be_the_same(text, tmp_path, 
 
 @pytest.mark.parametrize("part", ["valid", "test"])
 def test_a_signal_during_an_evaluation_loses_nothing(part, text, tmp_path, monkeypatch):
-    """Also during the last ones, for which the best weights are in the place of the last."""
+    """Also during the last steps, when the best weights have replaced the last ones."""
     wild = dict(lr=1.0, clip=None, schedule="constant", warmup=0)
     config = tiny(text, "lstm", evaluate_every=10, **wild)
     whole, result = start(config, tmp_path, "whole")
