@@ -105,6 +105,19 @@ def test_layers_can_be_fitted_one_after_the_other(tmp_path) -> None:
     torch.testing.assert_close(model(**given).logits, exact)
 
 
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_padding_does_not_change_the_fit(name, side) -> None:
+    model, tokens, shown = tiny(name), ids(), padding(side, 48)
+    model.get_input_embeddings().weight.data.add_(1.0)
+    reports = []
+    for filler in (1, 2):
+        given = torch.where(shown.bool(), tokens, filler)
+        with fit_attention(model, RandomFeatures(32), input_ids=given, attention_mask=shown) as report:
+            reports.append(report.layers)
+    assert reports[0] == reports[1]
+
+
 @torch.no_grad()
 def test_a_layer_that_the_method_does_not_serve_keeps_what_it_needs() -> None:
     model = tiny("qwen2")  # Two of three layers have a sliding window.
