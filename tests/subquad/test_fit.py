@@ -418,6 +418,17 @@ def test_a_module_keeps_its_fit_in_the_state_dict(method) -> None:
     model.layers[0].self_attn.load_state_dict(nn.MultiheadAttention(16, 2).state_dict())  # torch's has no fit
 
 
+def test_a_module_loads_an_earlier_fit_with_other_fields() -> None:
+    """What the earlier fit did not have does not stay."""
+    plain, early = RandomFeatures(16), RandomFeatures(16, key_shift=[0.5, 0.25, 0.0, 1.0])
+    late = replace(early, balance=[2.0, 1.0, 1.0, 1.0], scale=-0.1)
+    saved = MultiheadAttention(8, 2, method=early).state_dict()
+    for own in (plain, late):
+        layer = MultiheadAttention(8, 2, method=own)
+        layer.load_state_dict(saved)
+        assert layer.method == early and layer.balance is layer.feature_scale is None
+
+
 def test_a_module_keeps_all_digits_of_its_method_when_it_loads() -> None:
     method = RandomFeatures(16, scale=-0.123456789, key_shift=[0.123456789] * 4)
     layer = MultiheadAttention(8, 2, method=method)
