@@ -429,6 +429,36 @@ def test_a_module_loads_an_earlier_fit_with_other_fields() -> None:
         assert layer.method == early and layer.balance is layer.feature_scale is None
 
 
+class Stack(nn.Module):
+    """Two layers, one by each fitted method."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        methods = (BOTH, replace(BALANCED, scale=-0.1))
+        self.layers = nn.ModuleList(MultiheadAttention(8, 2, batch_first=True, method=method) for method in methods)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x, x, x, need_weights=False, is_causal=True)[0]
+        return x
+
+
+def test_fitted_modules_compile_as_one_graph_and_are_exported() -> None:
+    model, (short, x) = Stack(), (torch.randn(2, n, 8, generator=torch.Generator().manual_seed(n)) for n in (70, 90))
+    torch.compiler.reset()
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
+    compiled(short)
+    file = io.BytesIO()
+    length = torch.export.Dim("length", max=4096)
+    torch.export.save(torch.export.export(model, (short,), dynamic_shapes=({1: length},)), file)
+    file.seek(0)
+    expected = model(x)
+    for other in (compiled, torch.export.load(file).module()):
+        torch.testing.assert_close(other(x), expected, rtol=1e-4, atol=1e-5)
+    gradients = [torch.autograd.grad(each(x).square().sum(), model.parameters()) for each in (compiled, model)]
+    torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-3)
+
+
 def test_a_module_keeps_all_digits_of_its_method_when_it_loads() -> None:
     method = RandomFeatures(16, scale=-0.123456789, key_shift=[0.123456789] * 4)
     layer = MultiheadAttention(8, 2, method=method)
