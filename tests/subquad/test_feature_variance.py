@@ -128,6 +128,15 @@ def test_plain_draws_have_that_variance_too(width) -> None:
         assert variance == pytest.approx(method.relative_variance(square, width), rel=0.1)
 
 
+@pytest.mark.parametrize("width", WIDTHS)
+def test_plain_draws_have_the_variance_of_trigonometric_features(width) -> None:
+    """Cosines have no tails. Their variance depends on |q-k|^2."""
+    for square in NORMS:
+        method, (q, k) = RandomFeatures(2, "trigonometric"), pair(square, width)
+        variance = 2 * float(of_each(method, unit_normal(DRAWS, width), q, -k).var())
+        assert variance == pytest.approx(method.relative_variance(square), rel=0.1)
+
+
 def test_closed_forms_agree_with_known_cases() -> None:
     for f in NORMS:
         assert relative_variance(f, "positive") == pytest.approx(math.expm1(f))

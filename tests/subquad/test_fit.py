@@ -5,11 +5,12 @@ Axes: b batch, h heads, n queries, m keys, d width.
 
 import io
 import math
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from calls import normal, normal_inputs
 from subquad import (
@@ -31,7 +32,11 @@ from subquad import (
 )
 from subquad._calls.call import Call
 from subquad._engines import run
-from subquad.planning.auto import _with_fitted
+from subquad._engines.features.alignment import aligned
+from subquad._engines.features.kernel import root_scales
+from subquad.planning.asker import Asker
+from subquad.planning.auto import _shape, _with_fitted
+from subquad.planning.coordinates import Moments
 from subquad.planning.rows import sampled_call
 
 HEADS = torch.tensor([[0.5, -0.25, 0.1, 0.3], [1.0, 2.0, -1.0, 0.0]])
@@ -219,15 +224,62 @@ def test_masks_hide_keys_from_the_fit() -> None:
     assert fit(Taylor(2), q, k, v, key_padding_mask=keep[None]).method == plain.method
 
 
+@pytest.mark.parametrize("mask", ["key_padding_mask", "attn_mask"])
 @pytest.mark.parametrize("method", [Taylor(2), RandomFeatures(16)], ids=["taylor", "features"])
-def test_queries_that_are_padding_do_not_count(method) -> None:
-    q, k, v = offset_inputs(2, 2, n=200)
+def test_padding_does_not_count(method, mask) -> None:
+    """Neither its queries nor its keys and values, whatever they are, and whichever mask says that they are padding."""
+    inputs = offset_inputs(2, 2, n=200)
     keep = torch.arange(200) < torch.tensor([[150], [60]])
-    plain = fit(method, q, k, v, key_padding_mask=keep)
+    masks = {mask: keep if mask == "key_padding_mask" else keep[:, None, None]}
+    plain = fit(method, *inputs, **masks)
     assert plain.method.is_aligned
-    q = torch.where(keep[:, None, :, None], q, 50.0)
-    again = fit(method, q, k, v, key_padding_mask=keep)
-    assert (again.method, again.heads) == (plain.method, plain.heads)
+    for number in (50.0, math.nan):
+        again = fit(method, *(torch.where(keep[:, None, :, None], x, number) for x in inputs), **masks)
+        assert again == plain
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_longer_batch_with_the_same_texts_has_the_same_fit(side) -> None:
+    """Rows are drawn among those that are not padding: with few of them, the fit would see next to nothing."""
+    inputs, pad = offset_inputs(2, 2, n=100), (0, 0, 900, 0) if side == "left" else (0, 0, 0, 900)
+    keep = F.pad(torch.ones(2, 100, dtype=torch.bool), pad[2:])
+    found = fit(Taylor(2), *(F.pad(x, pad) for x in inputs), is_causal=True, key_padding_mask=keep, rows=80)
+    alone = fit(Taylor(2), *inputs, is_causal=True, rows=80)
+    assert found.method == alone.method
+    torch.testing.assert_close(found.heads, alone.heads)
+
+
+def test_rows_that_see_no_key_do_not_count() -> None:
+    q, k, v = offset_inputs(2, 2, n=40)
+    call = sampled_call(q, k[:, :, :30], v[:, :, :30], key_padding_mask=torch.tensor([[True], [False]]).expand(2, 30))
+    alone = sampled_call(q[:1], k[:1, :, :30], v[:1, :, :30])
+    rows = torch.arange(40)
+    torch.testing.assert_close(Moments.by_attention(call, rows).key, Moments.by_attention(alone, rows).key)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_moments_of_half_precision_are_those_of_its_numbers(dtype) -> None:
+    """Squares of 300 overflow float16."""
+    q, k, v = (x.to(dtype) for x in offset_inputs(1, 2, n=100))
+    for is_by_attention in (False, True):
+        pair = []
+        for x in (k + 300, (k + 300).float()):
+            call, rows = sampled_call(q.to(x.dtype), x, v.to(x.dtype)), torch.arange(100)
+            pair.append(Moments.by_attention(call, rows) if is_by_attention else Moments.of(call, rows))
+        for found, expected in zip(astuple(pair[0]), astuple(pair[1]), strict=True):
+            torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("method", [Taylor(2), RandomFeatures(16)], ids=["taylor", "features"])
+def test_inputs_that_do_not_vary_have_a_fit(method) -> None:
+    """Their variances are rounding errors, whose ratio says nothing."""
+    q, k, v = (x[:, :, :1].expand(-1, -1, 64, -1) for x in offset_inputs(1, 2))
+    rows = torch.arange(64)
+    balance = Moments.of(sampled_call(q, k, v), rows).balance()
+    torch.testing.assert_close(balance, (k / q)[0, :, 0].abs().double().sqrt(), rtol=1e-4, atol=0)
+    assert Moments.of(sampled_call(q * 0, k * 0, v), rows).balance().eq(1).all()
+    found = fit(method, q, k, v)
+    assert math.isfinite(found.after.relative) and found.after.relative <= found.before.relative
 
 
 def test_no_head_loses_by_what_helps_another() -> None:
@@ -288,8 +340,14 @@ def test_fit_says_what_it_cannot_do() -> None:
     q, k, v = normal_inputs(1, 2, n=20)
     with pytest.raises(ValueError, match="method: expected Taylor or RandomFeatures, which have something to fit"):
         fit(Linear("elu"), q, k, v)
-    with pytest.raises(ValueError, match="query: expected at least 8 rows to fit a method, got 4"):
+    with pytest.raises(ValueError, match="query: expected at least 8 rows that see a key, to fit a method, got 4"):
         fit("taylor", q[:, :, :4], k, v)
+    with pytest.raises(ValueError, match="query: expected at least 8 rows that see a key, to fit a method, got 5"):
+        fit("taylor", q, k, v, key_padding_mask=torch.arange(20)[None] < 5)
+    with pytest.raises(ValueError, match="query: expected at least 8 rows that see a key, to fit a method, got 0"):
+        fit("taylor", q[:0], k[:0], v[:0])
+    with pytest.raises(ValueError, match="query: expected at least 8 rows that see a key, to fit a method, got 0"):
+        fit("taylor", q, k[:, :, :0], v[:, :, :0])
     with pytest.raises(ValueError, match="key: expected finite numbers"):
         fit("taylor", q, k * math.nan, v)
     with pytest.raises(ValueError, match=r"key_shift: .*, got a tensor of shape \(1, 2, 4\), numbers from 0 to 0$"):
@@ -316,10 +374,22 @@ def test_auto_fits_nothing_to_a_causal_call() -> None:
     methods = [Taylor(2), RandomFeatures(64)]
     assert _with_fitted(methods, sampled_call(q, k, v, is_causal=True)) == methods
     fitted = _with_fitted(methods, sampled_call(q, k, v))
-    assert [m.is_aligned for m in fitted] == [False, True, False, True]
-    assert fitted[1].query_shift is not None and fitted[3].scale < 0
+    assert [m.is_aligned for m in fitted] == [True, False, True, False]
+    assert fitted[0].query_shift is not None and fitted[2].scale < 0
     chosen = Auto(0.05).choose(*(x.repeat(1, 1, 8, 1) for x in (q, k, v)), is_causal=True).method
     assert not getattr(chosen, "is_aligned", False)
+
+
+@pytest.mark.parametrize("scale", [0.25, -0.25])
+def test_auto_predicts_the_norms_of_fitted_features(scale) -> None:
+    """Means that fitted coordinates cancel do not count; those that plain ones add up do."""
+    q, k, v = offset_inputs(1, 1, n=200)
+    call = sampled_call(q + 1, k, v, scale=scale, key_padding_mask=torch.arange(200)[None] < 150)
+    asker = Asker(call, _shape(call, False), 0.1, *[None] * 3, risk=None, budget=0.0)
+    for method in _with_fitted([RandomFeatures(64, "hyperbolic")], call):
+        queries, keys = (x * root for x, root in zip(aligned(method, call), root_scales(scale), strict=True))
+        pairs = (queries[:, 0, :, None] + keys[:, None, :150]).square().sum(-1)
+        assert asker._squared_norm(method) == pytest.approx(float(pairs.median()), rel=0.1)
 
 
 @pytest.mark.parametrize("method", [Taylor(2), RandomFeatures(32)], ids=["taylor", "features"])
@@ -346,6 +416,47 @@ def test_a_module_keeps_its_fit_in_the_state_dict(method) -> None:
     assert torch.equal(model(x), fitted)
     assert model.layers[0].self_attn.method == fits["layers.0.self_attn"].method
     model.layers[0].self_attn.load_state_dict(nn.MultiheadAttention(16, 2).state_dict())  # torch's has no fit
+
+
+def test_a_module_loads_an_earlier_fit_with_other_fields() -> None:
+    """What the earlier fit did not have does not stay."""
+    plain, early = RandomFeatures(16), RandomFeatures(16, key_shift=[0.5, 0.25, 0.0, 1.0])
+    late = replace(early, balance=[2.0, 1.0, 1.0, 1.0], scale=-0.1)
+    saved = MultiheadAttention(8, 2, method=early).state_dict()
+    for own in (plain, late):
+        layer = MultiheadAttention(8, 2, method=own)
+        layer.load_state_dict(saved)
+        assert layer.method == early and layer.balance is layer.feature_scale is None
+
+
+class Stack(nn.Module):
+    """Two layers, one by each fitted method."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        methods = (BOTH, replace(BALANCED, scale=-0.1))
+        self.layers = nn.ModuleList(MultiheadAttention(8, 2, batch_first=True, method=method) for method in methods)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x, x, x, need_weights=False, is_causal=True)[0]
+        return x
+
+
+def test_fitted_modules_compile_as_one_graph_and_are_exported() -> None:
+    model, (short, x) = Stack(), (torch.randn(2, n, 8, generator=torch.Generator().manual_seed(n)) for n in (70, 90))
+    torch.compiler.reset()
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
+    compiled(short)
+    file = io.BytesIO()
+    length = torch.export.Dim("length", max=4096)
+    torch.export.save(torch.export.export(model, (short,), dynamic_shapes=({1: length},)), file)
+    file.seek(0)
+    expected = model(x)
+    for other in (compiled, torch.export.load(file).module()):
+        torch.testing.assert_close(other(x), expected, rtol=1e-4, atol=1e-5)
+    gradients = [torch.autograd.grad(each(x).square().sum(), model.parameters()) for each in (compiled, model)]
+    torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-3)
 
 
 def test_a_module_keeps_all_digits_of_its_method_when_it_loads() -> None:

@@ -171,6 +171,8 @@ def test_wrong_sizes_are_named() -> None:
             attention(q, k, v, enable_gqa=True, method=method)
     with pytest.raises(ValueError, match="heads: expected both head_dim and heads"):
         Hedgehog(4)
+    with pytest.raises(ValueError, match="key_heads: expected None without head_dim and heads, got 2"):
+        Hedgehog(key_heads=2)
     with pytest.raises(ValueError, match="key_heads: expected a number that divides the 4 heads, got 3"):
         Hedgehog(4, 4, key_heads=3)
     with pytest.raises(ValueError, match="rank: expected a positive integer"):

@@ -52,6 +52,8 @@ class Hedgehog(nn.Module):
         super().__init__()
         if (head_dim is None) != (heads is None):
             raise ValueError(f"heads: expected both head_dim and heads, or neither, got {head_dim} and {heads}")
+        if heads is None and key_heads is not None:
+            raise ValueError(f"key_heads: expected None without head_dim and heads, got {key_heads}")
         for name, size in dict(head_dim=head_dim, heads=heads, key_heads=key_heads, rank=rank).items():
             if size is not None:
                 check_whole(name, size, 1)

@@ -64,11 +64,15 @@ def bound_method(module: nn.Module) -> Any:
 def fitted_by(method: Any, saved: Mapping[str, Tensor], prefix: str = "") -> Any:
     """Return the method with what the buffers in a state_dict say was fitted; the method itself if they say nothing."""
     found: dict[str, Any] = {}
+    is_fitted = any(prefix + name in saved for name in FITTED)
     for name, field in FITTED.items():
-        vectors = saved.get(prefix + name)
-        if vectors is None or not _may_hold(method, field):
+        vectors, own = saved.get(prefix + name), _fitted(method, field)
+        if vectors is None:
+            if is_fitted and own is not None:  # The method that was saved does not have what this one has.
+                found[field] = 0.0 if field == "scale" else None
             continue
-        own = _fitted(method, field)
+        if not _may_hold(method, field):
+            continue
         if own is not None and torch.equal(torch.tensor(own, dtype=vectors.dtype), vectors.detach().cpu()):
             continue  # The method itself has more digits.
         rows = vectors.detach().double().cpu().reshape(-1, vectors.shape[-1] if vectors.dim() else 1)

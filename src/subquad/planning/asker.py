@@ -9,7 +9,7 @@ Axes: b batch and key heads, g query heads per key head, n queries, m keys, d wi
 
 from dataclasses import dataclass, field
 from functools import cached_property
-from math import inf, sqrt
+from math import copysign, inf, sqrt
 from typing import Any
 
 import torch
@@ -114,23 +114,28 @@ class Asker:
         return inf if part is None else float((part * 2 * self.radius[:, None, None]).square().sum())
 
     def _squared_norm(self, method: Any) -> float:
-        """Return |q + k|^2, scaled, of a typical query and key at right angles."""
+        """Return |q + k|^2, scaled, of a typical query and key whose distance from the mean key is at right angles."""
         coordinates = method.key_shift, method.balance
         if coordinates not in self.norms:
-            queries, keys = (x.float().square().sum(-1) for x in aligned(method, self.call))
-            keep = self.call.keep()
-            seen = keys if keep is None else keys[keep]
-            self.norms[coordinates] = abs(self.call.logit_scale) * float(queries.median() + seen.median())
+            scale, (q, k) = self.call.logit_scale, (x.float() for x in aligned(method, self.call))
+            mean, far, seen = self._around_mean(k)
+            near = (q + copysign(1.0, scale) * mean[:, None]).square().sum(-1)
+            self.norms[coordinates] = abs(scale) * float(near.median() + far[seen].median())
         return self.norms[coordinates]
 
     @cached_property
     def radius(self) -> Tensor:
         """(b,): the largest distance of a value from the mean of its head, half of the diameter at least."""
-        values, keep = self.call.layout.fold_key(self.call.value).double(), self.call.keep()
-        seen = values.new_ones(values.shape[:-1], dtype=torch.bool) if keep is None else keep
-        shown = torch.where(seen[..., None], values, 0.0)
-        center = shown.sum(1, keepdim=True) / seen.sum(1).clamp(min=1)[:, None, None]
-        return torch.where(seen, (shown - center).norm(dim=-1), 0.0).amax(-1)
+        _, squares, seen = self._around_mean(self.call.layout.fold_key(self.call.value).double())
+        return torch.where(seen, squares, 0.0).amax(-1).sqrt()
+
+    def _around_mean(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the mean (b, 1, d) of the visible ones of x (b, m, d), squared distances, and which they are."""
+        keep = self.call.keep()
+        seen = x.new_ones(x.shape[:-1], dtype=torch.bool) if keep is None else keep
+        shown = torch.where(seen[..., None], x, 0.0)
+        mean = shown.sum(1, keepdim=True) / seen.sum(1).clamp(min=1)[:, None, None]
+        return mean, (shown - mean).square().sum(-1), seen
 
 
 def taylor_bound(method: Taylor, reach: Tensor) -> Tensor | None:

@@ -245,11 +245,10 @@ def _with_fitted(methods: list[Any], call: Call) -> list[Any]:
     """Add methods in coordinates from the means of the call, except in causal calls, where those would leak the future.
 
     Nothing is searched: the moments take one pass over queries and keys, and `Asker` checks the result as any other.
+    The fitted method comes first: it takes the same time, and what may be asked seldom suffices for both.
     """
     if call.is_causal:
         return methods
-    device = call.query.device
-    rows, keys = (torch.arange(count, device=device) for count in (call.layout.queries, call.layout.keys))
-    moments = Moments.of(call, rows, keys)
-    pairs = ([m, centered(m, moments)] if m.coordinates else [m] for m in methods)
+    moments = Moments.of(call, torch.arange(call.layout.queries, device=call.query.device))
+    pairs = ([centered(m, moments), m] if m.coordinates else [m] for m in methods)
     return [method for pair in pairs for method in pair]

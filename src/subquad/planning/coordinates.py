@@ -24,6 +24,7 @@ from subquad.methods.random_features import optimal_scale
 from subquad.planning.rows import Picked, exact_rows
 
 MAX_BALANCE = 1e3  # where one side hardly varies
+ROUNDING = 1e-12  # Variances below this share of the mean square are rounding errors.
 DIGITS = 6  # of the numbers in a method, which survive float32
 NEUTRAL = {"key_shift": 0.0, "query_shift": 0.0, "balance": 1.0}
 Coordinates = dict[str, Tensor]  # (h, d) each, by the name of the method's field
@@ -40,31 +41,23 @@ class Moments:
     scale: float
 
     @classmethod
-    def of(cls, call: Call, rows: Tensor, keys: Tensor) -> "Moments":
-        """Return the moments of the queries and of the visible keys at these places."""
-        k, keep = call.layout.fold_key(call.key)[:, keys].double(), call.keep()
-        shown = torch.ones_like(k[..., :1]) if keep is None else keep[:, keys, None].double()
-        k = torch.where(shown > 0, k, 0.0)
-        sums = torch.cat([k, k.square(), shown], -1).sum(1).unflatten(0, by_head(call)).sum((0, 2))
-        mean, square = (sums[:, :-1] / sums[:, -1:].clamp(min=1)).chunk(2, -1)
-        return cls(*_of_queries(call, rows), mean.cpu(), (square - mean.square()).clamp(min=0).cpu(), call.logit_scale)
+    def of(cls, call: Call, rows: Tensor) -> "Moments":
+        """Return the moments of the queries at these places and of the visible keys."""
+        k, keep = call.layout.fold_key(call.key), call.keep()
+        shown = torch.ones_like(k[..., :1]) if keep is None else keep[..., None]
+        return cls(*_of_queries(call, rows), *_moments(call, _powers(k, shown).sum(1)), call.logit_scale)
 
     @classmethod
     def by_attention(cls, call: Call, rows: Tensor) -> "Moments":
         """Return moments in which a key counts by the attention that it gets from the queries at these places."""
         k = call.layout.fold_key(call.key)
-        squares = call._replace(value=call.layout.unfold(torch.cat([k, k.square()], -1)))
-        weights = row_weights(call, rows)[..., None]
-        seen = (exact_rows(squares, picked_at(call, rows)) * weights).mean(1)  # (b, p, 2 d)
-        seen, weights = (x.unflatten(0, by_head(call)).flatten(2, 3).sum((0, 2)) for x in (seen, weights[:, 0]))
-        mean, square = (seen / weights.clamp(min=1)).chunk(2, -1)
-        return cls(*_of_queries(call, rows), mean.cpu(), (square - mean.square()).clamp(min=0).cpu(), call.logit_scale)
+        powers = call._replace(value=call.layout.unfold(_powers(k, torch.ones_like(k[..., :1]))))
+        seen = exact_rows(powers, picked_at(call, rows)) * row_weights(call, rows)[..., None]
+        return cls(*_of_queries(call, rows), *_moments(call, seen.sum((1, 2))), call.logit_scale)
 
     def balance(self) -> Tensor:
         """Return (h, d): the factors of queries that make both sides vary equally."""
-        tiny = torch.finfo(torch.float32).tiny
-        found: Tensor = ((self.key_variance + tiny) / (self.query_variance + tiny)) ** 0.25
-        return found.clamp(1 / MAX_BALANCE, MAX_BALANCE)
+        return (self.key_variance / self.query_variance).pow(0.25).clamp(1 / MAX_BALANCE, MAX_BALANCE)
 
     def squared_norm(self, balance: Tensor) -> Tensor:
         """Return (h,): the mean of |p q + (k - c) / p|^2, scaled, for the best c and independent queries and keys."""
@@ -72,21 +65,29 @@ class Moments:
 
 
 def _of_queries(call: Call, rows: Tensor) -> tuple[Tensor, Tensor]:
-    q = call.layout.fold_query(call.query)[:, :, rows].double()
-    weights = row_weights(call, rows)[..., None].expand_as(q[..., :1])
-    q, weights = (x.unflatten(0, by_head(call)).transpose(0, 1).flatten(1, 4) for x in (q, weights))  # (h, rows, d)
-    count = weights.sum(1).clamp(min=1)
-    mean = (q * weights).sum(1) / count
-    variance = ((q - mean[:, None]).square() * weights).sum(1) / count
-    return mean.cpu(), variance.cpu()
+    q = call.layout.fold_query(call.query)[:, :, rows]
+    return _moments(call, _powers(q, row_weights(call, rows)[..., None]).sum((1, 2)))
+
+
+def _powers(x: Tensor, shown: Tensor) -> Tensor:
+    """Return vectors (..., d), their squares and a 1 as (..., 2 d + 1), float64; 0 for those that are not shown."""
+    x = torch.cat([x.double(), x.double().square(), torch.ones_like(x[..., :1], dtype=torch.float64)], -1)
+    return torch.where(shown > 0, x, 0.0)
+
+
+def _moments(call: Call, sums: Tensor) -> tuple[Tensor, Tensor]:
+    """Return means and variances, (h, d) each, from sums (b, 2 d + 1) of vectors, their squares and their number."""
+    sums = sums.unflatten(0, by_head(call)).sum((0, 2)).cpu()
+    mean, square = (sums[:, :-1] / sums[:, -1:].clamp(min=1)).chunk(2, -1)
+    return mean, torch.maximum(square - mean.square(), ROUNDING * square + torch.finfo(torch.float32).tiny)
 
 
 def row_weights(call: Call, rows: Tensor) -> Tensor:
     """Return (b, 1, p), float64: 0 for queries that are padding, which are those of hidden keys in self-attention."""
-    n, m = call.layout.queries, call.layout.keys
-    if call.padding is None or n != m:
+    keep = call.keep()
+    if keep is None or call.layout.queries != call.layout.keys:
         return torch.ones(call.layout.rows, 1, len(rows), dtype=torch.float64, device=rows.device)
-    return call.padding[:, None, rows].double()
+    return keep[:, None, rows].double()
 
 
 def by_head(call: Call) -> tuple[int, int, int]:
@@ -105,11 +106,9 @@ def centered(method: Any, moments: Moments) -> Any:
     if "query_shift" in method.coordinates:
         return replace(method, key_shift=as_tuples(moments.key), query_shift=as_tuples(moments.query))
     balance = moments.balance()
-    found = replace(method, key_shift=as_tuples(_shift(method, moments, balance)), balance=as_tuples(balance))
-    if method.kind == "trigonometric":
-        return found
-    width = moments.key.shape[-1]
-    return replace(found, scale=optimal_scale(width, float(moments.squared_norm(balance).mean())))
+    scale = optimal_scale(moments.key.shape[-1], float(moments.squared_norm(balance).mean()))
+    shift = as_tuples(_shift(method, moments, balance))
+    return replace(method, key_shift=shift, balance=as_tuples(balance), scale=scale)
 
 
 def variants(method: Any, moments: list[Moments]) -> list[Coordinates]:

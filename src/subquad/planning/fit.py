@@ -72,6 +72,7 @@ def fit(
         value: As for `attention`; the keys by default. Errors are those of the output.
         attn_mask, is_causal, scale, enable_gqa, key_padding_mask, segment_ids: As for `attention`.
         rows: How many rows of each head to use: a quarter for the moments, half to choose, a quarter for the report.
+            Rows that are padding in the whole batch are not drawn.
         seed: Seed for drawing rows.
 
     Returns:
@@ -93,11 +94,11 @@ def fit(
     value = key if value is None else value
     check_tensors(query=query, key=key, value=value)
     with undisturbed(query.device):
-        call = sampled_call(
+        call = _without_padding(sampled_call(
             query, key, value, attn_mask=attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa,
             key_padding_mask=key_padding_mask, segment_ids=segment_ids,
-        )  # fmt: skip
-        for name, x in (("query", query), ("key", key), ("value", value)):
+        ))  # fmt: skip
+        for name, x in (("query", call.query), ("key", call.key), ("value", call.value)):
             if not bool(x.isfinite().all()):
                 raise ValueError(f"{name}: expected finite numbers, got NaN or infinity among them")
         return fit_call(found, call, rows, seed)
@@ -105,20 +106,31 @@ def fit(
 
 def fit_call(method: Any, call: Call, rows: int = 512, seed: int = 0) -> Fit:
     """Fit a method to a call without a pair mask."""
-    n, m = call.layout.queries, call.layout.keys
-    if n < MIN_FIT_ROWS or call.is_empty:
-        raise ValueError(f"query: expected at least {MIN_FIT_ROWS} rows to fit a method, got {n}")
-    generator = torch.Generator().manual_seed(seed)
-    order = torch.randperm(n, generator=generator).to(call.query.device)[:rows]
+    places = torch.arange(call.layout.queries, device=call.query.device)
+    places = places[row_weights(call, places)[:, 0].any(0)]
+    count = 0 if call.is_empty else len(places)
+    if count < MIN_FIT_ROWS:
+        raise ValueError(f"query: expected at least {MIN_FIT_ROWS} rows that see a key, to fit a method, got {count}")
+    order = places[torch.randperm(count, generator=torch.Generator().manual_seed(seed)).to(places.device)][:rows]
     own, chosen, held = (x.sort().values for x in order.tensor_split([len(order) // 4, 3 * len(order) // 4]))
-    keys = torch.randperm(m, generator=generator).to(call.key.device)[: max(1, m // 2)]
-    moments = [Moments.of(call, own, keys), Moments.by_attention(call, own)]
+    moments = [Moments.of(call, own), Moments.by_attention(call, own)]
     fitted = _best(method, moments, Rows(call, chosen))
     report = Rows(call, held)
     before, after = report.squares(method), report.squares(fitted)
     heads = zip(*(report.relative(x, (0,)).tolist() for x in (before, after)), strict=True)
     old, new = (ErrorEstimate(float(report.relative(x, (0, 1))), "sample") for x in (before, after))
     return Fit(fitted, old, new, tuple(heads))
+
+
+def _without_padding(call: Call) -> Call:
+    """Return the call with 0 in place of padding."""
+    layout, keep = call.layout, call.keep()
+    if keep is None:
+        return call
+    k, v = (layout.unfold(torch.where(keep[..., None], layout.fold_key(x), 0.0)) for x in (call.key, call.value))
+    shown = row_weights(call, torch.arange(layout.queries, device=layout.device))[..., None] > 0
+    q = layout.unfold_query(torch.where(shown, layout.fold_query(call.query), 0.0))
+    return call._replace(query=q, key=k, value=v)
 
 
 class Rows:

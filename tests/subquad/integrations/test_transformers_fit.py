@@ -15,7 +15,7 @@ except PackageNotFoundError:
 from subquad.integrations.transformers import fit_attention, replace_attention, restore_attention
 from subquad.integrations.transformers.layers import layers_of, method_of
 from subquad.methods import Window
-from tiny_models import long_inputs, padding, tiny
+from tiny_models import WINDOW, long_inputs, padding, tiny
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -46,7 +46,7 @@ def test_a_fit_survives_saving_and_loading(name, method, tmp_path) -> None:
     torch.testing.assert_close(loaded(**given).logits, exact)
     restore_attention(loaded)
     assert methods_in(loaded) == found
-    torch.testing.assert_close(loaded(**given).logits, fitted)
+    assert torch.equal(loaded(**given).logits, fitted)
     report.undo()
     assert not hasattr(model.config, "subquad_methods")
     torch.testing.assert_close(model(**given).logits, exact)
@@ -63,7 +63,59 @@ def test_saving_keeps_a_matrix_that_was_given(tmp_path) -> None:
     loaded = type(model).from_pretrained(tmp_path).eval()
     restore_attention(loaded)
     assert torch.equal(methods_in(loaded)[0].matrix.float(), matrix)
-    torch.testing.assert_close(loaded(**given).logits, fitted)
+    assert torch.equal(loaded(**given).logits, fitted)
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gemma3"])
+@torch.no_grad()
+def test_saving_keeps_the_method_of_layers_with_a_window(name, tmp_path) -> None:
+    """It computes texts that are not longer than the window."""
+    model = tiny(name)
+    short = {key: x[:, :WINDOW] for key, x in long_inputs().items()}
+    fit_attention(model, "taylor", **long_inputs())
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path).eval()
+    restore_attention(loaded)
+    assert methods_in(loaded) == methods_in(model)
+    for given in (short, long_inputs()):
+        assert torch.equal(loaded(**given).logits, model(**given).logits)
+
+
+@torch.no_grad()
+def test_layers_can_be_fitted_one_after_the_other(tmp_path) -> None:
+    """The config holds what each layer has now."""
+    model, given = tiny("llama"), dict(input_ids=ids())
+    exact = model(**given).logits
+    first = fit_attention(model, "taylor", layers=[0], **given)
+    second = fit_attention(model, RandomFeatures(32), layers=[1], **given)
+    fitted = model(**given).logits
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path).eval()
+    restore_attention(loaded)
+    assert methods_in(loaded) == methods_in(model)
+    assert torch.equal(loaded(**given).logits, fitted)
+    third = replace_attention(model, "exact", layers=[0])
+    assert list(model.config.subquad_methods) == ["model.layers.1.self_attn"]
+    third.undo()
+    assert len(model.config.subquad_methods) == 2
+    second.undo()
+    assert list(model.config.subquad_methods) == ["model.layers.0.self_attn"]
+    first.undo()
+    assert not hasattr(model.config, "subquad_methods")
+    torch.testing.assert_close(model(**given).logits, exact)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_padding_does_not_change_the_fit(name, side) -> None:
+    model, tokens, shown = tiny(name), ids(), padding(side, 48)
+    model.get_input_embeddings().weight.data.add_(1.0)
+    reports = []
+    for filler in (1, 2):
+        given = torch.where(shown.bool(), tokens, filler)
+        with fit_attention(model, RandomFeatures(32), input_ids=given, attention_mask=shown) as report:
+            reports.append(report.layers)
+    assert reports[0] == reports[1]
 
 
 @torch.no_grad()

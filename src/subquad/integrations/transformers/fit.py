@@ -1,6 +1,6 @@
 """Fit the methods of a Hugging Face model on a text, and restore them after `from_pretrained`.
 
-The fitted methods, plain numbers, are written to the config as `subquad_methods`, which `save_pretrained` saves.
+The methods of the layers, plain numbers, are written to the config as `subquad_methods`, which `save_pretrained` saves.
 """
 
 from collections.abc import Iterable
@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from subquad.attention import MethodLike
-from subquad.integrations.transformers.layers import layers_of
-from subquad.integrations.transformers.replace import replace_attention
+from subquad.integrations.transformers.layers import layers_of, method_of
+from subquad.integrations.transformers.replace import FITTED, replace_attention, set_attribute
 from subquad.methods import KINDS, AnyMethod, Method, label_of
 from subquad.nn.recording import recorded
 from subquad.nn.report import Replacements
@@ -72,7 +72,8 @@ def fit_attention(
     report = replace_attention(model, methods | {chosen[name].number: each.method for name, each in fits.items()})
     notes = {name: f"error {each.before.relative:.2g} -> {each.after.relative:.2g}" for name, each in fits.items()}
     report.layers = tuple(replace(row, note=notes.get(row.name, row.note)) for row in report.layers)
-    _put(model, report, {name: _as_json(each.method) for name, each in fits.items()})
+    saved = {row.name: _as_json(method_of(found[row.name])) for row in report.layers if row.method is not None}
+    set_attribute(report, model.config, FITTED, getattr(model.config, FITTED, {}) | saved)
     return report
 
 
@@ -85,27 +86,16 @@ def restore_attention(model: PreTrainedModel) -> Replacements:
     Raises:
         ValueError: Its config holds no fitted methods, or layers that the model does not have.
     """
-    saved = getattr(model.config, "subquad_methods", None)
+    saved = getattr(model.config, FITTED, None)
     if not saved:
         raise ValueError("model: its config holds no fitted methods; call fit_attention, then save_pretrained")
     numbers = {name: number for number, name in enumerate(layers_of(model))}
     unknown = [name for name in saved if name not in numbers]
     if unknown:
         raise ValueError(f"model: its config has methods for layers that it does not have: {', '.join(unknown)}")
-    return replace_attention(model, {numbers[name]: _from_json(spec) for name, spec in saved.items()})
-
-
-def _put(model: PreTrainedModel, report: Replacements, methods: dict[str, Any]) -> None:
-    before = getattr(model.config, "subquad_methods", None)
-    model.config.subquad_methods = methods
-
-    def undo() -> None:
-        if before is None:
-            del model.config.subquad_methods
-        else:
-            model.config.subquad_methods = before
-
-    report._undo_steps.append(undo)
+    report = replace_attention(model, {numbers[name]: _from_json(spec) for name, spec in saved.items()})
+    set_attribute(report, model.config, FITTED, saved)
+    return report
 
 
 def _as_json(method: Any) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from subquad.nn.report import Replacement, Replacements, check_layers, describe
 from subquad.planning.auto import Auto
 
 MAP = "subquad_map"  # the attribute of a layer that holds its learned map
+FITTED = "subquad_methods"  # the entry of a config that holds what `fit_attention` has chosen for each layer
 
 
 def replace_attention(
@@ -123,13 +124,7 @@ def _exchange(
     report: Replacements,
 ) -> None:  # fmt: skip
     """Set the attributes that select the method, and record in the report how to undo it."""
-
-    def put(owner: Any, attribute: str, new: Any) -> None:
-        held = vars(owner) | vars(owner).get("_modules", {})
-        missing, old = attribute not in held, held.get(attribute)
-        report._undo_steps.append(lambda: delattr(owner, attribute) if missing else setattr(owner, attribute, old))
-        setattr(owner, attribute, new)
-
+    put = partial(set_attribute, report)
     chosen = [(row, found[row.name]) for row in report.layers if row.method is not None]
     for row, layer in chosen:
         own = own_methods[row.name]
@@ -152,7 +147,17 @@ def _exchange(
         put(model, "_prepare_cache_for_generation", partial(_prepare_cache, model))
     report._undo_steps.append(model.register_forward_pre_hook(_refuse_weights, with_kwargs=True).remove)
     choices = {row.name: layer.subquad_choice for row, layer in chosen}
+    if saved := getattr(model.config, FITTED, None):  # Those of these layers hold no longer.
+        put(model.config, FITTED, {name: method for name, method in saved.items() if name not in choices})
     report._is_in_place = lambda name: getattr(found[name], "subquad_choice", None) is choices[name]
+
+
+def set_attribute(report: Replacements, owner: Any, name: str, value: Any) -> None:
+    """Set an attribute, and record in the report how to undo it."""
+    held = vars(owner) | vars(owner).get("_modules", {})
+    missing, old = name not in held, held.get(name)
+    report._undo_steps.append(lambda: delattr(owner, name) if missing else setattr(owner, name, old))
+    setattr(owner, name, value)
 
 
 def _configs_of(model: nn.Module) -> Iterator[PreTrainedConfig]:
