@@ -38,7 +38,7 @@ def forward(*arguments: Any) -> list[Tensor]:
     """Compute what `forward_shapes` describes."""
     made = forward_shapes(*arguments)
     output, normalizer, poison, *after = (x.data_ptr() if x.numel() else 0 for x in made)
-    after = after or [0, 0, 0]
+    after = after or [0] * 3
     operands, numbers = Operands(*arguments[:OPERANDS]), Numbers(*arguments[OPERANDS:-1])
     check_shapes(operands, numbers)
     results = Results(after[0], after[1], after[2], output, normalizer, poison)
