@@ -149,8 +149,8 @@ def meet(q: Tensor, held: Slice, pattern: Pattern, scale: float) -> tuple[Tensor
         logits = torch.where(seen, q[:, :, rows] @ k[:, None].mT * scale, NEVER)
         level = logits.logsumexp(-1)
         weights = (logits - finite(level)[..., None]).exp()
-        poison = torch.where(seen, key_poison[:, None, None], 0.0).sum(-1) + row_poison[:, :, rows]
-        found.append((weights @ v[:, None], level, poison.expand(level.shape)))
+        poison = torch.where(seen, key_poison[:, None, None] + row_poison[:, :, rows, None], 0.0).sum(-1)
+        found.append((weights @ v[:, None], level, poison))
     output, level, poison = (torch.cat(x, 2) for x in zip(*found, strict=True))
     return output, level, poison
 
