@@ -22,7 +22,6 @@ class Plain(NamedTuple):
     v: Tensor
     seen: Tensor
     poisoned: Tensor  # (b, h, n)
-    blind: Tensor  # (b, h, n): rows without a key whose query is not finite; they may be NaN or 0
     scale: float
 
 
@@ -43,13 +42,12 @@ def plain(drawn: Drawn) -> Plain:
     k, v = (spread(x, sizes.heads) for x in (drawn.key, drawn.value))
     seen = _seen(drawn, batch, heads)
     bad_q, bad_k, bad_v = ((~x.isfinite()).any(-1) for x in (q, k, v))
-    blind = bad_q & ~seen.any(-1)  # 0 or NaN
-    poisoned = bad_q | (seen & (bad_k | bad_v)[..., None, :]).any(-1)
+    poisoned = (seen & (bad_q[..., None] | (bad_k | bad_v)[..., None, :])).any(-1)
     q, k, v = (torch.where(x.isfinite(), x, 0.0) for x in (q, k, v))
     if d == 0:  # All logits are 0, as with one number that is 0.
         q, k = F.pad(q, (0, 1)), F.pad(k, (0, 1))
     scale = drawn.options.get("scale")
-    return Plain(q, k, v, seen, poisoned, blind, 1 / math.sqrt(max(1, d)) if scale is None else scale)
+    return Plain(q, k, v, seen, poisoned, 1 / math.sqrt(max(1, d)) if scale is None else scale)
 
 
 def _seen(drawn: Drawn, batch: int, heads: int) -> Tensor:

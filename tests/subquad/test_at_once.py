@@ -68,7 +68,7 @@ def test_a_sequence_in_pieces_at_once(name, mask, open_sizes) -> None:
 @by_any_method
 def test_what_is_not_finite_reaches_the_rows_that_see_it(name, open_sizes) -> None:
     q, k, v = inputs()
-    k[0, 0, 10], v[1, 1, 3], q[1, 0, 6] = NAN, INF, NAN
+    k[0, 0, 10], v[1, 1, 3], q[1, 0, 6], q[0, 1, 0] = NAN, INF, NAN, NAN
     for mask in MASKS:
         expected = attended(ALL_METHODS[name], q, k, v, form="dense", **MASKS[mask])[0]
         found = attended(ALL_METHODS[name], q, k, v, form="chunked", **MASKS[mask])[0]
@@ -79,7 +79,7 @@ def test_what_is_not_finite_reaches_the_rows_that_see_it(name, open_sizes) -> No
 @by_mask
 def test_tiles_at_once_are_those_in_turn(name, mask, monkeypatch) -> None:
     q, k, v = inputs()
-    v[0, 1, 2], k[1, 0, 17] = NAN, INF
+    v[0, 1, 2], k[1, 0, 17], q[0, 0, 0], q[1, 2, 12] = NAN, INF, NAN, INF
     expected = attended(WINDOWS[name], q, k, v, form="dense", **MASKS[mask])[0]
     monkeypatch.setattr(sparse_engine, "in_trace", lambda: True)
     for rows in (4, 21, 64):

@@ -299,6 +299,13 @@ def refusals(group: Any) -> dict[str, str]:
         with sequence_parallel(blocks, group, split={"tokens": 1, "places": 0}):
             blocks(*given, **named)
 
+    def shard_shifted_targets() -> None:
+        with sequence_parallel(blocks, group, split={"tokens": 1, "places": 0}) as parallel:
+            assert parallel.shard(tokens(10)).shape[1] == 5  # before any call
+            blocks(tokens(13), places)
+            assert parallel.shard(places, 0).shape[0] in (6, 7)
+            parallel.shard(tokens(13)[:, 1:])
+
     class Plain(nn.Module):
         def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
             return F.scaled_dot_product_attention(x, x, x, attn_mask=bias)
@@ -346,6 +353,7 @@ def refusals(group: Any) -> dict[str, str]:
         "added key": begin(MultiheadAttention(16, 4, add_zero_attn=True)),
         "learned key": begin(MultiheadAttention(16, 4, add_bias_kv=True)),
         "third argument": message(lambda: in_order(tokens(13), places, places)),
+        "shifted targets": message(shard_shifted_targets),
         "argument twice": message(lambda: in_order(tokens(13), tokens=tokens(13), places=places)),
     }
 
@@ -476,6 +484,7 @@ REFUSED = {
     "added key": "MultiheadAttention adds a key to those of the sequence",
     "learned key": "MultiheadAttention adds a key to those of the sequence",
     "third argument": "too many positional arguments",
+    "shifted targets": "tensor: expected 13 tokens in dimension 1, as in the last call of the model, got 12; pass one",
     "argument twice": "tokens: expected it once, got it by position and by name",
 }
 

@@ -61,7 +61,8 @@ class State:
         length: The number of keys seen.
         scale: The factor of the logits, and the only one that it serves.
         sums: (..., heads, r, e + 1), float32 or wider; e + 2 for `Hybrid`, which reads the normalizer as a value.
-        poison: (..., heads), 0, or NaN once a non-finite key or value was seen.
+        poison: (..., heads), for feature methods the number of visible keys, for `Multipole` 0; NaN once one of them or
+            its value was not finite.
         log_scale: The sums are to be multiplied by its exp(): (..., heads, 1), or (..., heads, r) for `Separable`.
         segment: (..., heads), the segment of the last key, where segments are used.
         is_whole: (..., heads), for feature methods, where segments are used: whether all keys are of that segment.

@@ -20,7 +20,7 @@ class Sums(NamedTuple):
     """Keys added up: sum_j phi(k_j) exp(c_j - log_scale) [v_j, 1], and the segment that they belong to."""
 
     values: Tensor  # (b, r, e + 1)
-    poison: Tensor  # (b,): 0, or NaN once a key or value was not finite
+    poison: Tensor  # (b,): the number of visible keys; NaN once one of them or its value was not finite
     log_scale: Tensor | None = None  # (b, 1), or (b, r) where each feature has its own
     segment: Tensor | None = None  # (b,)
 

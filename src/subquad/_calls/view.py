@@ -39,8 +39,8 @@ class View(NamedTuple):
             return weights.tril(self.first) if self.is_causal else weights  # much faster than a mask
         return torch.where(self.mask(weights.shape[-2], weights.shape[-1], weights.device)[:, None], weights, 0.0)
 
-    def poison(self, keys: Tensor, n: int) -> Tensor:
-        """Return (b, n): NaN in the rows that see a NaN of keys (b, m), which are NaN or 0; else 0."""
+    def total(self, keys: Tensor, n: int) -> Tensor:
+        """Return (b, n): the sum of keys (b, m) that each row sees; NaN if it sees a NaN."""
         if not self.is_regular:
             return torch.where(self.mask(n, keys.shape[-1], keys.device), keys[:, None], 0.0).sum(-1)
         if not self.is_causal:

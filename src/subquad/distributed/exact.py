@@ -92,16 +92,15 @@ class Ring(Exchange):
         in the list by those of the next slice; at the end they are back with their owner.
         """
         peers = self.peers
-        before, after = (peers.rank - 1) % peers.size, (peers.rank + 1) % peers.size
         for turn in range(peers.size):
             rank = (peers.rank - turn) % peers.size
             is_last = turn + 1 == peers.size
-            moving = [] if is_last else [(peers.send(x, after), peers.receive(x, before)) for x in held]
+            moving = [] if is_last else [peers.pass_on(x) for x in held]
             yield rank, held
             if not is_last:
                 held = Slice(*(arriving.wait() for _, arriving in moving))
             if found is not None:
-                leaving = [(peers.send(x, after), peers.receive(x, before)) for x in found]
+                leaving = [peers.pass_on(x) for x in found]
                 found[:] = [arriving.wait() for _, arriving in leaving]
                 moving += leaving
             for sent, _ in moving:
@@ -149,8 +148,8 @@ def meet(q: Tensor, held: Slice, pattern: Pattern, scale: float) -> tuple[Tensor
         logits = torch.where(seen, q[:, :, rows] @ k[:, None].mT * scale, NEVER)
         level = logits.logsumexp(-1)
         weights = (logits - finite(level)[..., None]).exp()
-        poison = torch.where(seen, key_poison[:, None, None], 0.0).sum(-1) + row_poison[:, :, rows]
-        found.append((weights @ v[:, None], level, poison.expand(level.shape)))
+        poison = torch.where(seen, key_poison[:, None, None] + row_poison[:, :, rows, None], 0.0).sum(-1)
+        found.append((weights @ v[:, None], level, poison))
     output, level, poison = (torch.cat(x, 2) for x in zip(*found, strict=True))
     return output, level, poison
 

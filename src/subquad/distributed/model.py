@@ -129,6 +129,7 @@ class SequenceParallel:
     def __init__(self, model: nn.Module, peers: Peers, layout: Layout, is_averaged: bool) -> None:
         self.model, self.group = model, peers.group
         self.tokens = 0
+        self._lengths: set[int] = set()  # of the sequences of the last call
         self.segment_ids: Tensor | None = None
         self._peers, self._layout, self._is_averaged = peers, layout, is_averaged
         self._cut = Cut(peers.rank, peers.size)
@@ -140,7 +141,18 @@ class SequenceParallel:
     # --- For the user ---------------------------------------------------------------------------------------------
 
     def shard(self, tensor: Tensor, dim: int = 1) -> Tensor:
-        """Return this rank's slice of a tensor, such as the targets of its tokens, along the sequence."""
+        """Return this rank's slice of a tensor, such as the targets of its tokens, along the sequence.
+
+        Raises:
+            ValueError: The last call of the model was about sequences of another length: its slices would not fit.
+        """
+        length = tensor.shape[dim]
+        if self._lengths and length not in self._lengths:
+            expected = " or ".join(f"{each:,}" for each in sorted(self._lengths))
+            raise ValueError(
+                f"tensor: expected {expected} tokens in dimension {dim}, as in the last call of the model, got "
+                f"{length:,}; pass one entry for each token, and shard the targets of another sequence after its call"
+            )
         return self._cut.of(tensor, dim)
 
     def total(self, loss: Tensor) -> Tensor:
@@ -234,6 +246,7 @@ class SequenceParallel:
             dims = self._layout.dimensions(given)
             parts = {name: given[name] for name in dims if given.get(name) is not None}
             self.tokens = self._length(parts, dims)
+            self._lengths = {part.shape[dims[name]] for name, part in parts.items()}
             own = given | {name: self._cut.of(part, dims[name]) for name, part in parts.items()}
             facts = {name: _description(part) for name, part in parts.items()}
             segments = self._layout.segment_ids(given)

@@ -81,6 +81,15 @@ class Peers(NamedTuple):
         with explained():
             return Transfer(tensor, dist.irecv(tensor, group=self.group, group_src=source))
 
+    def pass_on(self, tensor: Tensor) -> tuple["Transfer", "Transfer"]:
+        """Start to send a tensor to the next rank around a ring, and to receive that of the rank before."""
+        before, after = (self.rank - 1) % self.size, (self.rank + 1) % self.size
+        if self.rank % 2 == 0:
+            return self.send(tensor, after), self.receive(tensor, before)
+        # With nccl, messages between two ranks wait for each other in order: if both sent first, they would hang.
+        arriving = self.receive(tensor, before)
+        return self.send(tensor, after), arriving
+
     def broadcast(self, tensor: Tensor, source: int) -> Tensor:
         """Return the tensor of one rank; the others give one of its shape."""
         tensor = tensor.contiguous()

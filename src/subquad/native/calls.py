@@ -115,7 +115,7 @@ class SparseCall(Structure):
 
 INTERFACE = (
     f"types {' '.join(str(kind).removeprefix('torch.') for kind in TYPES)}; maps {' '.join(MAPS)}; "
-    f"results ok no_memory poisoned segment_due; projections with constants; padding {PADDING}; "
+    f"results ok no_memory poisoned segment_due; projections with constants; poison counts keys; padding {PADDING}; "
     f"pair block {PAIR_BLOCK}; fan {FAN}; rounds {ROUNDS}; call {ctypes.sizeof(FeatureCall)}; "
     f"multipole {ctypes.sizeof(MultipoleCall)}; "
     f"gradient {ctypes.sizeof(MultipoleGradient)}; segments {ctypes.sizeof(SegmentsCall)}; "

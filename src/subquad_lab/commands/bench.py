@@ -175,9 +175,7 @@ def writing(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UsageError(
-            f"--out: cannot write to {error.filename2 or error.filename or folder}: {error.strerror}"
-        ) from error
+        raise UsageError(f"--out: cannot write to {error.filename or folder}: {error.strerror}") from error
 
 
 def as_json(rows: list[Row], peak: float, case: Case) -> bytes:

@@ -167,6 +167,7 @@ def _kept(path: Path, clips: Clips, parts: dict[str, list[Utterance]]) -> Clips:
     They are not cached if a clip without a file was skipped, because synthesizing it may work next time. An unwritable
     cache only causes a warning.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     made = {part: getattr(clips, part) for part in PARTS}
@@ -179,8 +180,9 @@ def _kept(path: Path, clips: Clips, parts: dict[str, list[Utterance]]) -> Clips:
         with made_whole(path) as temporary:
             save_file(tensors, temporary, described)
         write_whole(path.with_suffix(".sha256"), _checksum(path, {}).encode())
-    except OSError as error:
-        warnings.warn(f"{path.parent}: features are not cached: {error.strerror}", stacklevel=2)
+    except (OSError, SafetensorError) as error:  # The latter also means a full disk.
+        why = getattr(error, "strerror", None) or error
+        warnings.warn(f"{path.parent}: features are not cached: {why}", stacklevel=2)
     trim_speech(path.parent, MAX_CACHED_BYTES, path)
     return clips
 

@@ -40,20 +40,28 @@ def write_whole(path: Path, content: bytes) -> None:
 
 @contextmanager
 def made_whole(path: Path) -> Iterator[Path]:
-    """Yield an empty temporary file next to `path`; at the end, sync it to disk and rename it to `path`."""
+    """Yield an empty temporary file next to `path`; at the end, sync it to disk and rename it to `path`.
+
+    Raises:
+        OSError: If that fails; its `filename` is `path`.
+    """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | NO_LINK, 0o666))  # The umask applies.
     try:
-        yield temporary
-        handle = os.open(temporary, os.O_RDONLY | NO_LINK)
+        os.close(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | NO_LINK, 0o666))  # The umask applies.
         try:
-            os.fsync(handle)
+            yield temporary
+            handle = os.open(temporary, os.O_RDONLY | NO_LINK)
+            try:
+                os.fsync(handle)
+            finally:
+                os.close(handle)
+            temporary.replace(path)
+            sync_folder(path.parent)
         finally:
-            os.close(handle)
-        temporary.replace(path)
-        sync_folder(path.parent)
-    finally:
-        temporary.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
+    except OSError as error:  # A write to a full disk names no file, and the temporary name means nothing to users.
+        error.filename = os.fspath(path)
+        raise
 
 
 def remove_leftovers(folder: Path) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from subquad._calls.sums import NEVER, Sums, finite
 from subquad._calls.view import View
-from subquad._engines.features.sums import Around, Keys, Queries, Tokens, highest, joined, row_poison
+from subquad._engines.features.sums import Around, Keys, Queries, Tokens, highest, joined, poison_of_rows, row_poison
 from subquad._engines.finite import cleaned, inverse, poison_of, widen
 from subquad._torch_internals import exponential, has_numbers
 from subquad.methods.method import FeatureMethod, Given
@@ -75,7 +75,7 @@ def ready_keys(
 ) -> Keys:
     """Return keys and values that are wide, scaled and clean; with features if `mapped`."""
     k, v = widen(k) * kernel.root_scale[1], widen(v)
-    poison = poison_of(k, v)
+    poison = 1 + poison_of(k, v)
     if keep is None:
         k, v, shown = cleaned(k), cleaned(v), torch.ones_like(poison)
     else:
@@ -149,9 +149,8 @@ class FeatureKernel(Kernel):
     def read(self, queries: Queries, sums: Sums) -> Tensor:
         q = queries.queries
         features, _ = self.features(q.flatten(1, 2), True, self.table)
-        return self._finish(
-            torch.bmm(features, sums.values).unflatten(1, q.shape[1:3]), queries.poison + sums.poison[:, None, None]
-        )
+        total = torch.bmm(features, sums.values).unflatten(1, q.shape[1:3])
+        return self._finish(total, poison_of_rows(queries, sums.poison[:, None, None]))
 
     def meet(self, queries: Queries, keys: Keys, view: View, around: Around) -> Tensor:
         q = queries.queries
@@ -187,7 +186,7 @@ class FeatureKernel(Kernel):
             return super().step(tokens, before)
         rows = widen(torch.cat([k, q.flatten(1, 2), v], 1))  # (b, 1 + g + 1, d)
         poisons = poison_of(rows)
-        poison = before.poison + poisons[:, 0] + poisons[:, -1]
+        poison = before.poison + (1 + poisons[:, 0] + poisons[:, -1])
         rows = cleaned(rows)
         both = rows[:, :-1]
         features, scales = self.features(both if root == 1 else both * root, False, self.table)
@@ -202,7 +201,7 @@ class FeatureKernel(Kernel):
             faded = before.values * (before.log_scale - scale).exp_()[..., None]
             sums = faded.addcmul_(key.mT, value * (own - scale).exp_()[..., None])
         total = torch.bmm(features[:, 1:], sums)  # (b, g, e + 1): a row for each query of the group
-        output = self._finish(total, poisons[:, 1:-1] + poison[:, None])
+        output = self._finish(total, poisons[:, 1:-1] + 0 * poison[:, None])  # Each row sees its own key.
         return output[:, :, None].to(q.dtype), Sums(sums, poison, scale)
 
     def _finish(self, total: Tensor, poison: Tensor) -> Tensor:

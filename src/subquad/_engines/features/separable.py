@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from subquad._calls.sums import NEVER, Sums, finite
 from subquad._calls.view import View
 from subquad._engines.features.kernel import Kernel
-from subquad._engines.features.sums import Around, Keys, Queries, highest, row_poison
+from subquad._engines.features.sums import Around, Keys, Queries, highest, poison_of_rows, row_poison
 from subquad._engines.finite import inverse, widen
 
 
@@ -55,7 +55,7 @@ class SeparableKernel(Kernel):
         q = queries.queries
         means = sums.values[..., :-1] * inverse(sums.values[..., -1:])
         output = torch.bmm(q.softmax(-1).flatten(1, 2), means).reshape(*q.shape[:3], means.shape[-1])
-        return output + (queries.poison + sums.poison[:, None, None])[..., None]
+        return output + poison_of_rows(queries, sums.poison[:, None, None])[..., None]
 
     def meet(self, queries: Queries, keys: Keys, view: View, around: Around) -> Tensor:
         assert keys.features is not None

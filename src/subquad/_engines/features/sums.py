@@ -35,7 +35,7 @@ class Keys(NamedTuple):
 
     keys: Tensor  # (b, m, d)
     values: Tensor  # (b, m, e + 1)
-    poison: Tensor  # (b, m)
+    poison: Tensor  # (b, m): 1 for a visible key, NaN if it or its value is not finite; 0 for a hidden one
     keep: Tensor | None  # (b, m), True = may be seen
     segments: Tensor | None  # (b, m)
     features: Tensor | None = None  # (b, m, r), where they are needed
@@ -46,7 +46,7 @@ class Queries(NamedTuple):
     """A block of queries, ready for use."""
 
     queries: Tensor  # (b, g, n, d)
-    poison: Tensor  # (b, g, n)
+    poison: Tensor  # (b, g, n): 0, or NaN if it is not finite
 
 
 Around = Sequence[tuple[Sums, Tensor | None]]  # sums beside a block, each with the rows (b, n) that may read them
@@ -98,9 +98,19 @@ def highest(own: Tensor, around: Around) -> Tensor:
 
 
 def row_poison(queries: Queries, keys: Keys, view: View, around: Around) -> Tensor:
-    """Return (b, g, n): NaN in the rows that are not finite themselves, or see a key or sums that were not."""
-    poison = view.poison(keys.poison, queries.poison.shape[-1])
+    """Return the poison of rows (b, g, n), as `poison_of_rows` does."""
+    seen = view.total(keys.poison, queries.poison.shape[-1])
     for sums, may_read in around:
         theirs = sums.poison[:, None]
-        poison = poison + (theirs if may_read is None else torch.where(may_read, theirs, 0.0))
-    return queries.poison + poison[:, None]
+        seen = seen + (theirs if may_read is None else torch.where(may_read, theirs, 0.0))
+    return poison_of_rows(queries, seen[:, None])
+
+
+def poison_of_rows(queries: Queries, seen: Tensor) -> Tensor:
+    """Return (b, g, n): NaN in the rows whose query, or a key that they see, is not finite; 0 if they see no key.
+
+    Args:
+        queries: The queries.
+        seen: (b, 1, n or 1), the number of keys that each row sees; NaN if one of them is not finite.
+    """
+    return torch.where(seen == 0, 0.0, queries.poison + 0 * seen)

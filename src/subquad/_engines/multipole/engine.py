@@ -106,18 +106,9 @@ def _computed(
     method: Multipole, call: Call, q: Tensor, k: Tensor, v: Tensor, before: Memory | None, mode: Mode
 ) -> tuple[Tensor, Memory | None]:
     """Return the output (b, g, n, e), with poison, and the new memory."""
-    poison = None if mode.is_finite else poison_of(q)
-    q = q if poison is None else cleaned(q)
     if call.segments is None:
-        output, memory = _in_order(method, q, k, v, call.keep(), before, mode)
-    else:
-        output, memory = _in_segments(method, q, k, v, call.keep(), call.segments, before, mode)
-    return output if poison is None else _poisoned(output, poison), memory
-
-
-def _poisoned(output: Tensor, poison: Tensor) -> Tensor:
-    """Return the output with NaN where poison (b, g, n) is. Adding 0 elsewhere would turn -0.0 into 0.0."""
-    return output.masked_fill(poison.isnan()[..., None], float("nan"))
+        return _in_order(method, q, k, v, call.keep(), before, mode)
+    return _in_segments(method, q, k, v, call.keep(), call.segments, before, mode)
 
 
 def _in_order(
@@ -125,7 +116,9 @@ def _in_order(
 ) -> tuple[Tensor, Memory | None]:
     """Compute queries and keys of one sequence per row; return the output and the new memory."""
     n, m = q.shape[2], k.shape[1]
-    poison = None if mode.is_finite else poison_of_keys(k, v, keep)
+    poison = query_poison = None
+    if not mode.is_finite:
+        poison, query_poison, q = poison_of_keys(k, v, keep), poison_of(q), cleaned(q)
     # The number of new keys up to the last one that a query sees.
     upto = torch.full((n,), m, device=k.device)
     if mode.is_causal:
@@ -144,11 +137,12 @@ def _in_order(
         else:
             output = meet(method, q, memory, counted)
         memory = settled(method, memory) if mode.is_growing else None
-    if poison is None:
+    if poison is None or query_poison is None:
         return output, memory
     row_poison = F.pad(poison.cumsum(1), (1, 0))[:, upto]
     row_poison = row_poison if before is None else row_poison + before.poison[:, None]
-    return _poisoned(output, row_poison[:, None].expand(output.shape[:3])), memory
+    is_poisoned = (row_poison[:, None] + query_poison).isnan() & (counted > 0)[:, None]
+    return output.masked_fill(is_poisoned[..., None], float("nan")), memory  # Adding 0 would turn -0.0 into 0.0.
 
 
 def _in_front(x: Tensor, keep: Tensor | None) -> Tensor:

@@ -27,14 +27,12 @@ def attend_at_once(
     q, k, v = cleaned(q), cleaned(k), cleaned(v)
     if not pattern.reach:
         seen = pattern.seen(slice(0, q.shape[2]), slice(0, k.shape[1]), *q.shape[:2])
-        output, level = met(q, k[:, None], v[:, None], seen, key_poison[:, None, None], softcap, sink_logits)
-    else:
-        output, level = _banded(q, k, v, pattern, key_poison, softcap, sink_logits)
-    return output.masked_fill(row_poison.isnan()[..., None], float("nan")), level
+        return met(q, k[:, None], v[:, None], seen, row_poison, key_poison[:, None, None], softcap, sink_logits)
+    return _banded(q, k, v, pattern, row_poison, key_poison, softcap, sink_logits)
 
 
 def _banded(
-    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, key_poison: Tensor, softcap: float | None,
+    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, row_poison: Tensor, key_poison: Tensor, softcap: float | None,
     sink_logits: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     b, _, n, _ = q.shape
@@ -43,6 +41,7 @@ def _banded(
     missing = tiles * BAND_ROWS - n
     cut = (tiles, BAND_ROWS)
     q = F.pad(q, (0, 0, 0, missing)).unflatten(2, cut)
+    row_poison = F.pad(row_poison, (0, missing)).unflatten(2, cut)
     bounds = F.pad(pattern.bounds, (0, missing)).unflatten(2, cut)[..., None]  # Rows in excess see nothing.
     start = torch.arange(tiles, device=device)[:, None] * BAND_ROWS - (reach - 1)
     width = BAND_ROWS + (reach - 1) * (1 if pattern.is_causal else 2)
@@ -65,7 +64,7 @@ def _banded(
     if pattern.keep is not None:
         seen = seen & picked(pattern.keep[..., None])[..., 0][:, :, None]
     poison = picked(key_poison[..., None])[..., 0][:, None, :, None]  # (b, 1, s, 1, w)
-    found = met(q, picked(k)[:, None], picked(v)[:, None], seen[:, None], poison, softcap, sink_logits)
+    found = met(q, picked(k)[:, None], picked(v)[:, None], seen[:, None], row_poison, poison, softcap, sink_logits)
     output, level = (x.flatten(2, 3).index_select(2, torch.arange(n, device=device)) for x in found)
     return output, level
 

@@ -34,28 +34,29 @@ def attend_by_torch(
     outputs, levels = [], []
     for start in range(0, q.shape[2], TILE_ROWS):
         rows = slice(start, min(start + TILE_ROWS, q.shape[2]))
-        output, level = _tile(q[:, :, rows], k, v, pattern, rows, key_poison, softcap, sink_logits)
+        given = (q[:, :, rows], k, v, pattern, rows, row_poison[:, :, rows], key_poison)
+        output, level = _tile(*given, softcap, sink_logits)
         outputs.append(output)
         levels.append(level)
-    output, level = (torch.cat(outputs, 2), torch.cat(levels, 2)) if outputs else _nothing(q, k, v, sink_logits)
-    return output.masked_fill(row_poison.isnan()[..., None], float("nan")), level
+    return (torch.cat(outputs, 2), torch.cat(levels, 2)) if outputs else _nothing(q, k, v, sink_logits)
 
 
 def _tile(
-    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, rows: slice, key_poison: Tensor, softcap: float | None,
-    sink_logits: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, rows: slice, row_poison: Tensor, key_poison: Tensor,
+    softcap: float | None, sink_logits: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     parts = [slice(low, high) for low, high in pattern.hull(rows)]
     if not parts:
         return _nothing(q, k, v, sink_logits)
     keys, values, poison = (torch.cat([x[:, part] for part in parts], 1) for x in (k, v, key_poison))
     seen = torch.cat([pattern.seen(rows, part, *q.shape[:2]) for part in parts], -1)
-    return met(q, keys[:, None], values[:, None], seen, poison[:, None, None], softcap, sink_logits)
+    return met(q, keys[:, None], values[:, None], seen, row_poison, poison[:, None, None], softcap, sink_logits)
 
 
 def met(
-    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, key_poison: Tensor, softcap: float | None, sink_logits: Tensor | None
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, row_poison: Tensor, key_poison: Tensor, softcap: float | None,
+    sink_logits: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return (b, g, ..., n, e) and (b, g, ..., n): all queries against all keys, of one tile, or of several.
 
     Args:
@@ -63,6 +64,7 @@ def met(
         k: (b, 1, ..., m, d), finite.
         v: (b, 1, ..., m, e), finite.
         seen: (b or 1, g or 1, ..., n, m), True = seen.
+        row_poison: (b, g, ..., n), NaN or 0.
         key_poison: (b, 1, ..., 1, m), NaN or 0.
         softcap: Soft-capping of the logits, or None.
         sink_logits: (b, g), or None.
@@ -82,7 +84,7 @@ def met(
     total = torch.where(is_empty, 1.0, total)
     share = weights[..., : k.shape[-2]] / total
     level = (total.log() + highest).masked_fill(is_empty, float("inf"))
-    is_poisoned = (seen & key_poison.isnan()).any(-1)
+    is_poisoned = (seen & key_poison.isnan()).any(-1) | (seen.any(-1) & row_poison.isnan())
     return (share @ v).masked_fill(is_poisoned[..., None], float("nan")), level[..., 0]
 
 

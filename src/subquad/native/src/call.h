@@ -45,7 +45,8 @@ struct SubquadCall {
   // POSITIVE, HYPERBOLIC: the projections transposed, (d, rows), and below them the constants (rows,) that are added to
   // the exponents; rows padded to a multiple of SUBQUAD_PADDING with zeros; wide
   const void* turned;
-  // The sums over the keys before these, and over all keys: (b, e + 1, r), (b,), (b,); each may be null. Wide.
+  // The sums over the keys before these, and over all keys: (b, e + 1, r), (b,), (b,); each may be null. Wide. The
+  // poison of sums is the number of visible keys, NaN once one of them is not finite.
   const void *before, *before_poison, *before_scale;
   // (heads, 5, d), wide, or null: factor and offset of scaled queries, factor and offset of scaled keys, and the tilt:
   // the log-scale of a key is its product with the tilt. Head b has those of b % heads.

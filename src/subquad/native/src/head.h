@@ -75,6 +75,9 @@ template <class T> struct PairFactors {
   }
 };
 
+// Of a row that sees this number of keys, NaN if one of them is not finite: 0 if it sees none, whatever its query is.
+template <class T> T row_poison(T seen, T of_query) { return seen == 0 ? T(0) : seen * T(0) + of_query; }
+
 template <class T> struct Head {
   const SubquadCall& call;
   const Size rows, value_row, token_row;  // the value width plus 1; padded lengths of a value and of a token
@@ -86,10 +89,10 @@ template <class T> struct Head {
 
   bool hidden(Size b, Size t) const { return call.keep && !call.keep[b * call.keys + t]; }
 
-  // Read rows of keys, and of values followed by a 1; zeros if a key is hidden. Poison is NaN if a visible key or value
-  // is not finite, else 0.
+  // Read rows of keys, and of values followed by a 1; zeros if a key is hidden. Poison is 1 if a key is visible, NaN if
+  // it or its value is not finite; 0 if it is hidden.
   void read_keys(Size b, Size first, Size count, T* tokens, T* values, T* poison) const {
-    std::fill(poison, poison + count, T(0));
+    std::fill(poison, poison + count, T(1));
     read_rows(call.k, b, 0, first, count, call.key_width, T(call.key_scale), tokens, token_row);
     clean(tokens, token_row, count, Size(call.key_width), poison);
     align(call, b, 2, tokens, token_row, count);
@@ -142,12 +145,12 @@ template <class T> struct Head {
     }
   }
 
-  // The poison of a row is that of all keys before the chunk, of the keys of the chunk up to it if causal, and its own.
-  void write_poison(Size b, Size g, Size first, Size count, T before, const T* of_keys, const T* of_queries) const {
+  // A row sees all keys before the chunk, and if causal, the keys of the chunk up to it.
+  void write_poison(Size b, Size g, Size first, Size count, T seen, const T* of_keys, const T* of_queries) const {
     T* poison = static_cast<T*>(call.poison) + (b * call.group + g) * call.queries + first;
     for (Size t = 0; t < count; ++t) {
-      if (of_keys) before += of_keys[t];
-      poison[t] = before + of_queries[t];
+      if (of_keys) seen += of_keys[t];
+      poison[t] = row_poison(seen, of_queries[t]);
     }
   }
 

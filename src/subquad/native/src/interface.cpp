@@ -50,7 +50,7 @@ std::string describe() {
   static_assert(OK == 0 && NO_MEMORY == 1 && POISONED == 2 && SEGMENT_DUE == 3);
   return "types float32 float64 bfloat16 float16; "
          "maps taylor positive hyperbolic elu relu identity logged separable; "
-         "results ok no_memory poisoned segment_due; projections with constants; padding " +
+         "results ok no_memory poisoned segment_due; projections with constants; poison counts keys; padding " +
          std::to_string(SUBQUAD_PADDING) + "; pair block " + std::to_string(SUBQUAD_PAIR_BLOCK) + "; fan " +
          std::to_string(SUBQUAD_FAN) + "; rounds " + std::to_string(SUBQUAD_ROUNDS) + "; call " +
          std::to_string(sizeof(SubquadCall)) + "; multipole " + std::to_string(sizeof(SubquadMultipole)) +

@@ -105,7 +105,7 @@ template <class T> class Scan {
   Buffer<T> faded, faded_columns;      // values or gradients, times a factor per token
   Buffer<T> answers, total;            // (rows, c): of one part, and of the parts so far
   Buffer<T> weights, slopes;           // (c, c): source tokens by reader tokens
-  Buffer<T> query_poison, key_poison;  // 0 or NaN
+  Buffer<T> query_poison, key_poison;  // as `Head` reads them
   Buffer<T> key_scale, top, fade;      // c of the keys; the largest c each row sees; exp(level - top)
   PairFactors<T> near;                 // of the pairs inside a chunk
   bool nothing = true;                 // whether no token has been added to the sums

@@ -91,17 +91,17 @@ template <class T> class Separable {
         store(inverse + i, normalizer == 0 ? vec<T>{} : 1 / normalizer);
       }
       for (Size g = 0; g < call.group; ++g) {
-        poison[g * n + t] = seen;
-        T* share = shares + (g * n + t) * row;
-        soften(b, g, t, share, poison + g * n + t);
+        T *share = shares + (g * n + t) * row, own = 0;
+        soften(b, g, t, share, &own);
+        poison[g * n + t] = row_poison(seen, own);
         for (Size i = 0; i < row; i += lanes<T>) store(share + i, load(share + i) * load(inverse + i));
       }
     }
   }
 
-  // Read a key. If it or its value is too large, end the rows here. Otherwise add its poison to `seen`.
+  // Read a key. If it or its value is too large, end the rows here. Otherwise add 1 to `seen`, NaN if it is not finite.
   bool fits(Size b, Size t, T& seen) {
-    T own = 0;
+    T own = 1;
     read_rows(call.k, b, 0, t, 1, c, T(call.key_scale), token + 0, row);
     clean(token + 0, row, 1, c, &own);
     read_rows(call.v, b, 0, t, 1, call.values, T(1), value + 0, 0);

@@ -88,6 +88,7 @@ template <class T> class SparseForward {
   PackedTokens<T> keys, values, queries;
   Buffer<T> answers, logits, totals;
   T level[Seen::TILE], poison[Seen::TILE];
+  bool sees_keys[Seen::TILE];
   std::vector<Range> ranges;
 
   void start() {
@@ -100,6 +101,7 @@ template <class T> class SparseForward {
       level[r] = sinks ? sinks[head] : T(-INFINITY);
       totals[r * PANEL] = level[r] > T(-INFINITY) ? T(1) : T(0);
       poison[r] = queries.poison_of(task.from + r);
+      sees_keys[r] = false;
     }
   }
 
@@ -155,6 +157,7 @@ template <class T> class SparseForward {
     vec<T> most = load(x);
     for (Size j = lanes<T>; j < columns; j += lanes<T>) most = larger<T>(most, load(x + j));
     const T highest = largest<T>(most);
+    sees_keys[r] = sees_keys[r] || highest > T(-INFINITY);
     T* total = totals + r * PANEL;
     if (highest > level[r]) {
       if (level[r] > T(-INFINITY)) {
@@ -182,7 +185,7 @@ template <class T> class SparseForward {
       const T inverse = total > 0 ? 1 / total : total == 0 ? T(0) : T(NAN);
       for (Size i = 0; i < call.values; ++i) output[r * call.values + i] = answers[r * values.row + i] * inverse;
       levels[r] = total == 0 ? T(INFINITY) : level[r] + std::log(total);
-      static_cast<T*>(call.poison)[first + r] = poison[r];
+      static_cast<T*>(call.poison)[first + r] = sees_keys[r] ? poison[r] : T(0);
     }
   }
 };

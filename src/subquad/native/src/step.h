@@ -53,9 +53,9 @@ template <class T> class Step {
       own = raised(source.log_scale[0], now);
       static_cast<T*>(call.after_scale)[b] = now;
     }
-    const T seen = static_cast<const T*>(call.before_poison)[b] + poison[0] + poison[s.chunk];
+    const T seen = static_cast<const T*>(call.before_poison)[b] + (1 + poison[0] + poison[s.chunk]);
     static_cast<T*>(call.after_poison)[b] = seen;
-    for (Size g = 0; g < group; ++g) static_cast<T*>(call.poison)[b * group + g] = seen + poison[1 + g];
+    for (Size g = 0; g < group; ++g) static_cast<T*>(call.poison)[b * group + g] = row_poison(seen, poison[1 + g]);
 
     const T* before = static_cast<const T*>(call.before) + b * rows * s.features;
     T* after = static_cast<T*>(call.after) + b * rows * s.features;
