@@ -65,7 +65,7 @@ def test_text_from_records_is_shown_as_text(open_page, checked, tmp_path):
     settings = (run.folder / "config.yaml").read_text()
     (run.folder / "config.yaml").write_text(re.sub("(?m)^data: .*", f"data: {json.dumps(ATTACK)}", settings))
     reseal(run.folder)
-    named = run.folder.with_name(ATTACK.replace("/", ""))  # a folder cannot have a slash in its name
+    named = run.folder.with_name(ATTACK.replace("/", "") + 200 * "x")  # a folder cannot have a slash in its name
     run.folder.rename(named)
     claim = {**checked[0], "statement": ATTACK, "mistake": ATTACK}
     path = tmp_path / "report.html"
@@ -77,8 +77,11 @@ def test_text_from_records_is_shown_as_text(open_page, checked, tmp_path):
     assert found.page.locator("img[src=x]").count() == 0
     for place in (".made-by code", ".measured td:nth-child(5)", ".config code", ".statement", ".predict button"):
         assert ATTACK in " ".join(found.page.locator(place).all_inner_texts()), place
-    for place in (".measured td:first-child", ".plot-legend button"):
+    for place in (".measured td:first-child", ".plot-legend button", "details.run > summary"):
         assert named.name in " ".join(found.page.locator(place).all_inner_texts()), place
+    for width in (1280, PHONE_WIDTH):  # The name is long.
+        found.page.set_viewport_size({"width": width, "height": 900})
+        assert found.page.evaluate("document.documentElement.scrollWidth") <= width
     found.assert_silent(path)
 
 

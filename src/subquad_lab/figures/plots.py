@@ -8,6 +8,7 @@ from typing import Any, Protocol, TypeVar
 from subquad_lab.system.text import printable
 
 CURVE_POINTS = 200  # of a training curve; each is the mean over several steps
+LABEL_CHARACTERS = 40  # of a longer name in a legend, which would leave no room for the plot
 Points = list[tuple[float, float]]
 T = TypeVar("T")
 
@@ -51,7 +52,7 @@ def compared(groups: Mapping[str, Sequence[Logged]], experiment: Measured) -> by
         for axes, found in zip(both, values_by_epoch(runs, measure), strict=True):
             if found:
                 epochs, values = list(found), list(found.values())
-                (line,) = axes.plot(epochs, list(map(fmean, values)), "o-", markersize=3, label=plain(name))
+                (line,) = axes.plot(epochs, list(map(fmean, values)), "o-", markersize=3, label=plain(shortened(name)))
                 if len(runs) > 1:
                     lowest, highest = list(map(min, values)), list(map(max, values))
                     axes.fill_between(epochs, lowest, highest, color=line.get_color(), alpha=0.2, linewidth=0)
@@ -69,6 +70,12 @@ def compared(groups: Mapping[str, Sequence[Logged]], experiment: Measured) -> by
 def plain(text: str) -> str:
     """Return text from outside for a plot: control characters are escaped, and a $ does not start math mode."""
     return printable(text).replace("$", r"\$")
+
+
+def shortened(name: str) -> str:
+    """Return a name without its middle if it is too long for a legend."""
+    half = LABEL_CHARACTERS // 2
+    return name if len(name) <= LABEL_CHARACTERS else f"{name[:half]} ... {name[-half:]}"
 
 
 def loss_label(experiment: Measured) -> str:
