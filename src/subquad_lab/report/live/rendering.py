@@ -61,7 +61,7 @@ class Renderer:
             self._lock.release()
 
     def _render(self) -> None:
-        begin = time.monotonic()
+        begin = time.thread_time()
         try:
             runs, refused = served_runs(self.root)
             files = [files_of(run) for run in runs.values()], refused
@@ -73,7 +73,7 @@ class Renderer:
             # For example, a run was deleted while it was read. The last page is still right about the other runs.
             warn(f"the page was not renewed: {type(error).__name__}: {error}")
         finally:
-            self._render_at = time.monotonic() + pause_after(time.monotonic() - begin, RENDER_SECONDS)
+            self._render_at = time.monotonic() + pause_after(time.thread_time() - begin, RENDER_SECONDS)
 
     def _page(self, runs: dict[str, Run], refused: dict[str, str]) -> str:
         """Return the page; it need not have any run."""

@@ -32,7 +32,12 @@ BUSY_SHARE = 0.05  # of the time, at most, so that training is not slowed
 
 
 def pause_after(seconds: float, least: float) -> float:
-    """Return how long to wait after work that took `seconds`, to be busy for at most BUSY_SHARE of the time."""
+    """Return how long to wait after work, to be busy for at most BUSY_SHARE of the time.
+
+    Args:
+        seconds: Processor time of the work, by `time.thread_time`: waiting for a processor slows nothing else.
+        least: Seconds to wait at least.
+    """
     return max(least, seconds / BUSY_SHARE)
 
 
@@ -78,28 +83,28 @@ class Watcher:
         while True:
             with self._condition:
                 self._condition.wait_for(lambda: self._listeners)
-            begin = time.monotonic()
+            begin = time.thread_time()
             for work in (self.look, self.notify):  # Readers get heartbeats even if no file can be read.
                 try:
                     work()
                 except Exception as error:  # The readers would wait forever for a thread that has ended.
                     warn(f"{type(error).__name__}: {error}")
-            time.sleep(pause_after(time.monotonic() - begin, LOOK_SECONDS))
+            time.sleep(pause_after(time.thread_time() - begin, LOOK_SECONDS))
 
     # --- What is on disk ------------------------------------------------------------------------------------------
 
     def look(self) -> None:
         """Read what has changed since the last look, and publish it."""
         if time.monotonic() >= self._find_at:
-            begin = time.monotonic()
+            begin = time.thread_time()
             self._find()
-            self._find_at = time.monotonic() + pause_after(time.monotonic() - begin, FIND_SECONDS)
-        end = time.monotonic() + READ_SECONDS
+            self._find_at = time.monotonic() + pause_after(time.thread_time() - begin, FIND_SECONDS)
+        end = time.thread_time() + READ_SECONDS
         for place in list(self._followed):
             progress = self._followed[place] = self._followed.pop(place)  # last in the next look
             if self._has_news(place, progress):
                 self._publish(place, {"state": "unfinished", **progress.as_json()})
-            if time.monotonic() >= end:
+            if time.thread_time() >= end:
                 break
 
     def _has_news(self, place: str, progress: Progress) -> bool:
