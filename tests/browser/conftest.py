@@ -54,6 +54,14 @@ class Opened:
         assert self.messages == []
         assert self.requests == [path.as_uri()]
 
+    def assert_accessible(self) -> None:
+        """Raise unless axe finds no serious or critical violation; the page must allow added scripts."""
+        from axe_playwright_python.sync_playwright import Axe
+
+        found = Axe().run(self.page).response["violations"]
+        serious = [each for each in found if each["impact"] in ("serious", "critical")]
+        assert serious == [], json.dumps([(each["id"], [node["html"] for node in each["nodes"]]) for each in serious])
+
 
 @pytest.fixture(scope="module")
 def open_page(browser: Any) -> Iterator[Callable[..., Opened]]:

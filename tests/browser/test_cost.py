@@ -2,12 +2,15 @@
 
 import math
 import random
+import re
+import shlex
 from dataclasses import astuple, fields, replace
 
 import pytest
 
 import subquad
 from subquad.methods import label_of
+from subquad_lab.cli import main
 from subquad_lab.report import cost_explorer as explorer
 from subquad_lab.report.cost_data import SLIDERS, START, machine
 from subquad_lab.report.cost_explorer import Settings
@@ -143,6 +146,21 @@ def test_an_address_that_makes_no_sense_is_brought_into_range(open_page, report,
     assert opened.page.text_content("output[for=cost-length]") == "16,384"
     assert opened.page.text_content("output[for=cost-degree]") == ("8" if "9999" in fragment else "2")
     assert opened.messages == []
+
+
+def test_the_page_says_the_same_with_and_without_scripts(opened, open_page, report) -> None:
+    still = open_page(report, java_script_enabled=False).page
+    for place in (".choice", ".reason", ".command", "caption"):
+        assert opened.page.text_content(f"#cost {place}") == still.text_content(f"#cost {place}"), place
+    shown, fixed = (page.locator("#cost tbody tr").all_inner_texts() for page in (opened.page, still))
+    assert all(row.startswith(own) for row, own in zip(shown, fixed, strict=True))
+
+
+def test_the_command_makes_the_plan(opened, capfd) -> None:
+    command = shlex.split(opened.page.text_content("#cost .command"))
+    assert command[0] == "subquad" and main(command[1:]) == 0
+    sentence = re.match(rf".* within {START.max_error}", opened.page.text_content("#cost .reason"))[0]
+    assert f"Taylor(2): {sentence}" in " ".join(capfd.readouterr().out.split())
 
 
 def test_without_scripts_there_is_a_table(open_page, report) -> None:

@@ -65,7 +65,7 @@ def test_text_from_records_is_shown_as_text(open_page, checked, tmp_path):
     settings = (run.folder / "config.yaml").read_text()
     (run.folder / "config.yaml").write_text(re.sub("(?m)^data: .*", f"data: {json.dumps(ATTACK)}", settings))
     reseal(run.folder)
-    named = run.folder.with_name(ATTACK.replace("/", ""))  # a folder cannot have a slash in its name
+    named = run.folder.with_name(ATTACK.replace("/", "") + 200 * "x")  # a folder cannot have a slash in its name
     run.folder.rename(named)
     claim = {**checked[0], "statement": ATTACK, "mistake": ATTACK}
     path = tmp_path / "report.html"
@@ -77,8 +77,11 @@ def test_text_from_records_is_shown_as_text(open_page, checked, tmp_path):
     assert found.page.locator("img[src=x]").count() == 0
     for place in (".made-by code", ".measured td:nth-child(5)", ".config code", ".statement", ".predict button"):
         assert ATTACK in " ".join(found.page.locator(place).all_inner_texts()), place
-    for place in (".measured td:first-child", ".plot-legend button"):
+    for place in (".measured td:first-child", ".plot-legend button", "details.run > summary"):
         assert named.name in " ".join(found.page.locator(place).all_inner_texts()), place
+    for width in (1280, PHONE_WIDTH):  # The name is long.
+        found.page.set_viewport_size({"width": width, "height": 900})
+        assert found.page.evaluate("document.documentElement.scrollWidth") <= width
     found.assert_silent(path)
 
 
@@ -106,9 +109,14 @@ def test_all_controls_can_be_used_with_the_keyboard_alone(open_page, report):
     summary.focus()
     page.keyboard.press("Enter")
     assert not page.locator("#experiment-language").is_visible()
-    page.locator(".contents a[href='#experiments']").focus()
-    page.keyboard.press("Enter")
-    page.locator("#experiment-language").wait_for()
+    for place in ("experiments", "experiment-language", "experiment-language"):  # The address is the same twice.
+        page.locator("#experiments > details, #experiment-language > details").evaluate_all(
+            "all => all.forEach((each) => { each.open = false; })"
+        )
+        page.locator(f".contents a[href='#{place}']").focus()
+        page.keyboard.press("Enter")
+        page.locator("#experiment-language").wait_for()
+    page.locator("#experiment-language .question").wait_for()
 
 
 def test_a_plot_shows_values_and_toggles_its_lines_and_scales(opened, report):
@@ -136,6 +144,27 @@ def test_a_plot_shows_values_and_toggles_its_lines_and_scales(opened, report):
     plot.locator(".plot-table tbody tr").first.wait_for()  # It is filled when it opens.
     assert plot.locator(".plot-table tbody tr").count() == 5
     assert opened.messages == []
+
+
+def test_a_value_that_is_missing_leaves_a_gap(opened):
+    """Not so where only another line has a value: of these lines, one has none at x = 2, the other a gap at 4 and 5."""
+    found = opened.page.evaluate("""async () => {
+        const place = document.querySelector("main").appendChild(document.createElement("div"));
+        const a = { name: "a", x: [1, 3, 4], y: [1, 3, 4] };
+        const series = [a, { name: "b", x: [1, 2, 4, 5, 6], y: [1, 2, null, null, 6] }];
+        const plot = Subquad.plot(place, { title: "gaps", x: { label: "x" }, y: { label: "y" }, series });
+        await new Promise(requestAnimationFrame); // Now it is drawn.
+        const at = [1, 2, 3, 4, 5, 6].map((x) => {
+            plot.drawn.setCursor({ left: plot.drawn.valToPos(x, "x"), top: 0 });
+            return [...place.querySelectorAll(".value")].map((each) => each.textContent);
+        });
+        const gaps = plot.drawn.series.slice(1).map((line) => line._paths.gaps.length);
+        place.remove();
+        return [at, gaps];
+    }""")
+    values, gaps = found
+    assert values == [["1", "1"], ["1", "2"], ["3", "2"], ["4", ""], ["", ""], ["", "6"]]
+    assert gaps == [0, 1]
 
 
 def test_a_phone_never_scrolls_sideways(open_page, report):
@@ -174,6 +203,8 @@ def test_paper_is_light_and_shows_every_answer(open_page, report):
     assert background(page) > 200
     assert page.locator(".evidence").first.is_visible() and page.locator(".statement").first.is_visible()
     assert not page.locator("#theme").is_visible() and not page.locator(".predict").first.is_visible()
+    numbers = page.locator(".head-methods td.number").all_inner_texts()
+    assert len(numbers) > 5 and all(re.fullmatch(r"\d+(\.\d{3})?", number) for number in numbers)
 
 
 def test_without_scripts_everything_is_visible(open_page, report, checked):
@@ -186,14 +217,17 @@ def test_without_scripts_everything_is_visible(open_page, report, checked):
     assert not page.locator("button").first.is_visible()
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_axe_finds_nothing_serious(open_page, report, scheme):
-    page = open_page(report, color_scheme=scheme, bypass_csp=True).page  # axe is added as a script
-    page.locator("button.reveal").click()
+@pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 1280), ("light", PHONE_WIDTH)])
+def test_axe_finds_nothing_serious(open_page, report, scheme, width):
+    opened = open_page(report, width, color_scheme=scheme, bypass_csp=True)  # axe is added as a script
+    page = opened.page
+    page.locator("#head [data-place=explorer]").scroll_into_view_if_needed()
+    page.wait_for_selector("#head [data-milliseconds]")  # It is drawn when it is seen.
+    page.locator(".predict button").first.click()
     page.evaluate(UNFOLD)
-    found = Axe().run(page).response["violations"]
-    serious = [each for each in found if each["impact"] in ("serious", "critical")]
-    assert serious == [], json.dumps([(each["id"], [node["html"] for node in each["nodes"]]) for each in serious])
+    opened.assert_accessible()
+    page.locator("button.reveal").click()
+    opened.assert_accessible()
 
 
 def test_axe_finds_a_planted_fault(open_page, report, tmp_path):

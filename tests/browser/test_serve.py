@@ -81,3 +81,10 @@ def test_damage_is_shown_and_the_page_fits_a_phone(open_page, growing):
         file.write("nonsense\n")
     page.get_by_text("is not a valid record").first.wait_for()
     assert opened.messages == []
+
+
+def test_axe_finds_nothing_serious(open_page, growing):
+    server, _ = growing
+    opened = open_page(f"http://127.0.0.1:{server.port}/", bypass_csp=True)  # axe is added as a script
+    opened.page.get_by_text("step 30 of 30").wait_for()
+    opened.assert_accessible()

@@ -34,7 +34,7 @@ class Interval:
         return abs(self.mean) > self.half
 
     def __str__(self) -> str:
-        return f"{self.mean:.4g} +- {self.half:.2g}"
+        return f"{rounded(self.mean, 4)} +- {rounded(self.half, 2)}"
 
 
 def over_seeds(values: Sequence[float]) -> Interval:
@@ -59,7 +59,16 @@ def shown(values: Sequence[float], figure: str) -> str:
     low, high = found.mean - found.half, found.mean + found.half
     if least <= low and high <= most:
         return str(found)
-    return f"{found.mean:.4g} ({max(low, least):.2g} to {min(high, most):.2g})"
+    return f"{rounded(found.mean, 4)} ({rounded(max(low, least), 2)} to {rounded(min(high, most), 2)})"
+
+
+def rounded(value: float, digits: int) -> str:
+    """Return a number with some significant digits, and without an exponent unless it is very small or large.
+
+    >>> rounded(184.2, 2), rounded(0.02519, 2), rounded(12345.6, 4)
+    ('180', '0.025', '12,350')
+    """
+    return f"{float(f'{value:.{digits}g}'):,.12g}"
 
 
 def range_of(figure: str) -> tuple[float, float]:

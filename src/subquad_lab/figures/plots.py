@@ -1,14 +1,16 @@
 """SVG plots: learning curves of one run, or of several runs together."""
 
 import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import fmean
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from subquad_lab.system.text import printable
 
 CURVE_POINTS = 200  # of a training curve; each is the mean over several steps
+LABEL_CHARACTERS = 40  # of a longer name in a legend, which would leave no room for the plot
 Points = list[tuple[float, float]]
+T = TypeVar("T")
 
 
 class Measured(Protocol):
@@ -50,7 +52,7 @@ def compared(groups: Mapping[str, Sequence[Logged]], experiment: Measured) -> by
         for axes, found in zip(both, values_by_epoch(runs, measure), strict=True):
             if found:
                 epochs, values = list(found), list(found.values())
-                (line,) = axes.plot(epochs, list(map(fmean, values)), "o-", markersize=3, label=plain(name))
+                (line,) = axes.plot(epochs, list(map(fmean, values)), "o-", markersize=3, label=plain(shortened(name)))
                 if len(runs) > 1:
                     lowest, highest = list(map(min, values)), list(map(max, values))
                     axes.fill_between(epochs, lowest, highest, color=line.get_color(), alpha=0.2, linewidth=0)
@@ -68,6 +70,12 @@ def compared(groups: Mapping[str, Sequence[Logged]], experiment: Measured) -> by
 def plain(text: str) -> str:
     """Return text from outside for a plot: control characters are escaped, and a $ does not start math mode."""
     return printable(text).replace("$", r"\$")
+
+
+def shortened(name: str) -> str:
+    """Return a name without its middle if it is too long for a legend."""
+    half = LABEL_CHARACTERS // 2
+    return name if len(name) <= LABEL_CHARACTERS else f"{name[:half]} ... {name[-half:]}"
 
 
 def loss_label(experiment: Measured) -> str:
@@ -101,32 +109,51 @@ def by_epoch(runs: Sequence[Logged], measure: str) -> tuple[Points, Points]:
 def values_by_epoch(runs: Sequence[Logged], measure: str) -> tuple[dict[float, list[float]], dict[float, list[float]]]:
     """Return the mean training loss since the previous evaluation, and the measure, of each run at each evaluation.
 
-    If runs stop early, the curves end with the first of them: later means would cover different runs.
+    If runs stop early, the curves end with the first of them: later means would cover different runs. Of more than
+    CURVE_POINTS evaluations, groups are averaged.
     """
     losses: dict[float, list[float]] = {}
     measures: dict[float, list[float]] = {}
     for run in runs:
-        since: list[float] = []
-        for line in run.metrics():
+        for line in evaluations(run.metrics(), measure):
+            measures.setdefault(line["epoch"], []).append(line[f"valid/{measure}"])
             if "loss" in line:
-                since.append(line["loss"])
-            if f"valid/{measure}" in line:
-                measures.setdefault(line["epoch"], []).append(line[f"valid/{measure}"])
-                if since:
-                    losses.setdefault(line["epoch"], []).append(fmean(since))
-                since = []
+                losses.setdefault(line["epoch"], []).append(line["loss"])
     return _of_all(losses, len(runs)), _of_all(measures, len(runs))
 
 
+def evaluations(lines: Iterable[dict[str, float]], measure: str) -> Iterator[dict[str, float]]:
+    """Yield a record for each evaluation in a log: epoch, measure, and mean training loss since the previous one."""
+    since: list[float] = []
+    for line in lines:
+        if "loss" in line:
+            since.append(line["loss"])
+        if (name := f"valid/{measure}") in line:
+            yield {"epoch": line["epoch"], name: line[name]} | ({"loss": _mean(since)} if since else {})
+            since = []
+
+
 def _of_all(found: dict[float, list[float]], count: int) -> dict[float, list[float]]:
-    return {epoch: values for epoch, values in sorted(found.items()) if len(values) == count}
+    points = [(epoch, values) for epoch, values in sorted(found.items()) if len(values) == count]
+    return {group[-1][0]: [_mean(own) for own in zip(*(values for _, values in group), strict=True)]
+            for group in _groups(points)}  # fmt: skip
+
+
+def _mean(values: Sequence[float]) -> float:
+    """Return the mean, which need not be finite; `fmean` raises for infinities of both signs."""
+    return sum(values) / len(values)
+
+
+def _groups(points: Sequence[T]) -> list[Sequence[T]]:
+    """Cut points into at most CURVE_POINTS groups of equal size; the last may be smaller."""
+    size = -(-len(points) // CURVE_POINTS) or 1
+    return [points[i : i + size] for i in range(0, len(points), size)]
 
 
 def smoothed(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
     """Average groups of equal size, so that a long curve stays readable and its file small."""
-    size = -(-len(points) // CURVE_POINTS) or 1
-    groups = [points[i : i + size] for i in range(0, len(points), size)]
-    return [group[-1][0] for group in groups], [sum(y for _, y in group) / len(group) for group in groups]
+    groups = _groups(points)
+    return [group[-1][0] for group in groups], [_mean([y for _, y in group]) for group in groups]
 
 
 def axes_of(count: int, square: bool = False) -> tuple[Any, Sequence[Any]]:

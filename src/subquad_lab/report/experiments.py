@@ -7,16 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
-from subquad_lab import UsageError
-from subquad_lab.experiments import EXPERIMENTS, experiment_named
-from subquad_lab.experiments.stored import experiment_of
+from subquad_lab.experiments import EXPERIMENTS
 from subquad_lab.figures import intervals
 from subquad_lab.figures.plots import compared, loss_label, values_by_epoch
 from subquad_lab.report.command import train_command
 from subquad_lab.report.part import Material
 from subquad_lab.report.picture import image
+from subquad_lab.report.reading import History, Reader, Reading
 from subquad_lab.system.text import printable
 from subquad_lab.training.experiment import Experiment
 from subquad_lab.training.run import CONFIG, Run
@@ -24,14 +23,7 @@ from subquad_lab.training.run import CONFIG, Run
 MAX_LINES = 16  # in a plot: a sweep can have hundreds of runs
 
 
-class Configured(NamedTuple):
-    """A run and its config."""
-
-    run: Run
-    config: Any
-
-
-def sections(runs: list[Run]) -> tuple[list[dict[str, Any]], dict[str, str]]:
+def sections(runs: list[Run], reader: Reader) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """Return the content of a section for each experiment, and the reasons why damaged runs are left out."""
     if not runs:
         return [], {}
@@ -39,54 +31,54 @@ def sections(runs: list[Run]) -> tuple[list[dict[str, Any]], dict[str, str]]:
     if (root / CONFIG).is_file():  # Include the name of a series, which says more than those of its seeds.
         root = root.parent
     named = {str(run.folder.resolve().relative_to(root)): run for run in runs}  # Two seeds may share the last name.
-    intact: dict[str, dict[str, Configured]] = {name: {} for name in EXPERIMENTS}  # in this order
-    entries: dict[str, dict[str, Any]] = {}
-    damaged: dict[str, str] = {}
-    for place, run in named.items():
-        try:
-            experiment = experiment_named(run.about()["experiment"])
-            found = Configured(run, experiment_of(run)[1])
-            entries[place] = entry(place, found, experiment)
-            intact[experiment.name][place] = found
-        except (UsageError, OSError) as error:
-            damaged[place] = str(error)
-    for place, reason in damaged.items() if entries else ():  # Otherwise it is an error.
+    intact, damaged = reader.read(named)
+    for place, reason in damaged.items() if intact else ():  # Otherwise it is an error.
         warnings.warn(f"{named[place].folder} is damaged and left out: {reason}", stacklevel=3)
-    return [section(EXPERIMENTS[name], own, entries) for name, own in intact.items() if own], damaged
+    found = []
+    for name, experiment in EXPERIMENTS.items():
+        own = {place: each for place, each in intact.items() if each.experiment.name == name}
+        if own:
+            found.append(section(experiment, own))
+    return found, damaged
 
 
-def section(
-    experiment: Experiment[Any], runs: dict[str, Configured], entries: dict[str, dict[str, Any]]
-) -> dict[str, Any]:
-    series = by_series(runs)
-    groups = {name: [runs[place].run for place in places] for name, places in series.items()}
-    shared = experiment.shared_pictures(groups) if len(runs) > 1 else {}
-    rows = [row(name, [runs[place] for place in places], experiment) for name, places in series.items()]
+def section(experiment: Experiment[Any], runs: dict[str, Reading]) -> dict[str, Any]:
+    groups = {name: {place: runs[place] for place in places} for name, places in by_series(runs).items()}
+    shared = {}
+    if len(runs) > 1:
+        shared = experiment.shared_pictures({name: [each.run for each in own.values()] for name, own in groups.items()})
+    rows = [row(name, list(own.values()), experiment) for name, own in groups.items()]
     best = {line["name"] for line in best_first(rows, experiment)[:MAX_LINES]}
-    drawn = {name: found for name, found in groups.items() if name in best}  # in the order of the table
+    drawn = {name: [each.history for each in own.values()] for name, own in groups.items() if name in best}
     return {
         "name": experiment.name, "question": experiment.question, "measure": experiment.measure.replace("_", " "),
         "better": "higher" if experiment.higher_is_better else "lower",
         "rows": rows, "published": experiment.published, "drawn": len(drawn),
         "plots": curves(drawn, experiment), "static": image(compared(drawn, experiment), "learning curves"),
         "shared": [image(picture, name) for name, picture in shared.items()],
-        "groups": {
-            name: in_detail([entries[place] for place in places], experiment) for name, places in series.items()
-        },
+        "groups": {name: in_detail(own, experiment) for name, own in groups.items()},
     }  # fmt: skip
+
+
+def goodness(score: float | None, higher_is_better: bool) -> float:
+    """Return a number that is higher for better results; a result that is missing or not finite is the worst."""
+    if score is None or not math.isfinite(score):
+        return -math.inf
+    return score if higher_is_better else -score
 
 
 def best_first(rows: list[dict[str, Any]], experiment: Experiment[Any]) -> list[dict[str, Any]]:
     """Return rows by validation result, unfinished ones last."""
-    sign = -1 if experiment.higher_is_better else 1
-    return sorted(rows, key=lambda line: (line["score"] is None, sign * (line["score"] or 0.0)))
+    return sorted(rows, key=lambda line: goodness(line["score"], experiment.higher_is_better), reverse=True)
 
 
-def in_detail(entries: list[dict[str, Any]], experiment: Experiment[Any]) -> dict[str, Any]:
+def in_detail(runs: dict[str, Reading], experiment: Experiment[Any]) -> dict[str, Any]:
     """Return what the page shows of runs that differ only in their seed: all results, and more about the best run."""
-    finished = [entry for entry in entries if experiment.measure in entry["results"]["valid"]]
-    choose = max if experiment.higher_is_better else min
-    best = choose(finished, key=lambda entry: entry["results"]["valid"][experiment.measure], default=entries[0])
+    entries = [entry(place, each) for place, each in runs.items()]
+    best = max(
+        entries,
+        key=lambda own: goodness(own["results"]["valid"].get(experiment.measure), experiment.higher_is_better),
+    )
     metrics = [(part, name) for part in ("test", "valid") for name in best["results"][part]]
     return {"entries": entries, "best": best, "metrics": metrics}
 
@@ -96,26 +88,26 @@ def plots(material: Material) -> dict[str, Any]:
     return {name: plot for section in material.sections for name, plot in section["plots"].items()}
 
 
-def by_series(runs: dict[str, Configured]) -> dict[str, list[str]]:
+def by_series(runs: dict[str, Reading]) -> dict[str, list[str]]:
     """Group the places of runs that differ only in their seed by their common folder; others form their own group."""
     groups: dict[Any, dict[str, int]] = {}
-    for place, (run, config) in runs.items():
-        data = str(run.about()["data"].get("sha256"))
-        key = str(Path(place).parent), replace(config, seed=0), data
-        own = (*key, place) if config.seed in groups.get(key, {}).values() else key
-        groups.setdefault(own, {})[place] = config.seed
+    for place, found in runs.items():
+        seed = found.config.seed
+        key = str(Path(place).parent), replace(found.config, seed=0), str(found.about["data"].get("sha256"))
+        own = (*key, place) if seed in groups.get(key, {}).values() else key
+        groups.setdefault(own, {})[place] = seed
     named: dict[str, list[str]] = {}
-    for (parent, *_), found in groups.items():
-        places = list(found)
+    for (parent, *_), seeds in groups.items():
+        places = list(seeds)
         several = f"{parent if parent != '.' else places[0]}, {len(places)} seeds"
         named[places[0] if len(places) == 1 or several in named else several] = places
     return named
 
 
-def row(name: str, found: list[Configured], experiment: Experiment[Any]) -> dict[str, Any]:
+def row(name: str, runs: list[Reading], experiment: Experiment[Any]) -> dict[str, Any]:
     """Return what the table shows of runs that differ only in their seed."""
-    runs, configs = [run for run, _ in found], [config for _, config in found]
-    about, results = runs[0].about(), [result for run in runs if (result := run.result()) is not None]
+    configs, about = [run.config for run in runs], runs[0].about
+    results = [run.result for run in runs if run.result is not None]
     seconds = [result["seconds"] for result in results if isinstance(result.get("seconds"), int | float)]
     whole = len(results) == len(runs)
     scores = [result["valid"][experiment.measure] for result in results if experiment.measure in result["valid"]]
@@ -126,7 +118,7 @@ def row(name: str, found: list[Configured], experiment: Experiment[Any]) -> dict
         "label": experiment.label(configs[0]),
         "data": about["data"].get("name", ""),
         "parameters": about["parameters"]["total"],
-        "steps": max((int(line["step"]) for run in runs for line in run.metrics()), default=0),
+        "steps": max(run.history.steps for run in runs),
         "seconds": f"{fmean(seconds):,.1f}" if whole and seconds else "not finished",
         "valid": over_seeds([result["valid"] for result in results], len(runs), experiment.measure),
         "test": over_seeds([result["test"] for result in results], len(runs), experiment.measure),
@@ -148,7 +140,7 @@ def figure(value: float) -> str:
     return f"{value:,.2f}" if value >= 10 else f"{value:.4f}"
 
 
-def curves(groups: Mapping[str, Sequence[Run]], experiment: Experiment[Any]) -> dict[str, Any]:
+def curves(groups: Mapping[str, Sequence[History]], experiment: Experiment[Any]) -> dict[str, Any]:
     """Return the plots of training loss and validation measure: the mean over seeds and their range."""
     measure = experiment.measure
     found = {name: values_by_epoch(runs, measure) for name, runs in groups.items()}
@@ -178,22 +170,19 @@ def line(name: str, found: Mapping[float, Sequence[float]]) -> dict[str, Any]:
     return curve
 
 
-def entry(name: str, found: Configured, experiment: Experiment[Any]) -> dict[str, Any]:
+def entry(name: str, found: Reading) -> dict[str, Any]:
     """Return what the page shows of one run."""
-    run, config = found
-    about, result = run.about(), run.result() or {}
-    results = {part: result.get(part, {}) for part in ("valid", "test")}
-    list(run.metrics())  # raises if it is damaged
+    results = {part: (found.result or {}).get(part, {}) for part in ("valid", "test")}
     return {
         "name": name,
-        "data": {key: readable(value) for key, value in about["data"].items()},
-        "parameters": {key: readable(value) for key, value in about["parameters"].items()},
-        "versions": about["versions"],
-        "config": {key: value for key, value in vars(config).items() if value is not None},
+        "data": {key: readable(value) for key, value in found.about["data"].items()},
+        "parameters": {key: readable(value) for key, value in found.about["parameters"].items()},
+        "versions": found.about["versions"],
+        "config": {key: value for key, value in vars(found.config).items() if value is not None},
         "results": results,
         "shown": {part: {key: figure(value) for key, value in metrics.items()} for part, metrics in results.items()},
-        "table": experiment.table(run),
-        "pictures": [image(picture, f"{name}: {what}") for what, picture in experiment.pictures(run, config).items()],
+        "table": found.table,
+        "pictures": found.pictures,
     }
 
 

@@ -17,6 +17,7 @@ import subquad
 from subquad_lab import UsageError
 from subquad_lab.report import claims, cost_data, experiments, head_data, needle_data, summary
 from subquad_lab.report.part import Material, Part
+from subquad_lab.report.reading import Reader
 from subquad_lab.system.text import printable
 from subquad_lab.training.run import Run
 
@@ -42,8 +43,9 @@ PARTS = (
 
 
 def page(
-    runs: list[Run], theory: Sequence[dict[str, Any]] = (), live: Part | None = None, parts: Sequence[Part] = PARTS
-) -> str:
+    runs: list[Run], theory: Sequence[dict[str, Any]] = (), live: Part | None = None, parts: Sequence[Part] = PARTS,
+    reader: Reader | None = None,
+) -> str:  # fmt: skip
     """Return the report as HTML. Text from records is escaped; plots are drawn from the metrics.
 
     A damaged run is listed, with a warning, and left out. If no other run is left, a page that is not live raises a
@@ -54,8 +56,9 @@ def page(
         theory: Checked claims, from `claims.claims`.
         live: A part that receives news from a server: the page that contains it may connect to where it came from.
         parts: The other parts; a server makes the fixed ones once.
+        reader: Reads the runs; a server keeps one, to read only what has changed.
     """
-    sections, damaged = experiments.sections(runs)
+    sections, damaged = experiments.sections(runs, reader or Reader())
     if not sections and live is None:
         raise UsageError(next(iter(damaged.values())))
     material = Material(sections, damaged, theory)

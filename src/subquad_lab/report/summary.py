@@ -14,6 +14,7 @@ import torch
 import subquad
 from subquad.native import status
 from subquad.planning.calibration_file import cached, machine
+from subquad_lab.report.experiments import goodness
 from subquad_lab.report.part import Material
 
 MAX_HEADLINES = 4
@@ -70,7 +71,7 @@ def measured(section: dict[str, Any]) -> Headline:
     if not finished:
         text = f"{section['name']}: not finished; {rows[0]['label']} has trained for {rows[0]['steps']:,} steps."
         return Headline(f"{rows[0]['steps']:,} steps", text, rows[0]["command"], place)
-    best = (max if section["better"] == "higher" else min)(finished, key=lambda row: row["score"])
+    best = max(finished, key=lambda row: goodness(row["score"], section["better"] == "higher"))
     others = f", the best of {len(finished)} by validation {measure}," if len(finished) > 1 else ""
     seeds = f" (mean over {best['seeds']} seeds, 95 % confidence)" if best["seeds"] > 1 else ""
     text = (

@@ -16,14 +16,19 @@
   toggle.addEventListener("click", () => setTheme(Subquad.isDark() ? "light" : "dark"));
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", announce);
 
-  /* A link to a section opens it. Only the name at the start of the fragment counts; a part may keep settings after it. */
-  const openTarget = () => {
-    const target = document.getElementById(location.hash.slice(1).match(/^[\w-]*/)[0]);
-    const closed = target?.querySelector(":scope > details:not([open])");
-    if (closed) closed.open = true;
+  /* A link to a section opens it, and the sections around it. Only the name at the start of the fragment counts; a part may
+     keep settings after it. */
+  const openTarget = (fragment) => {
+    const target = document.getElementById(fragment.slice(1).match(/^[\w-]*/)[0]);
+    const closed = target?.querySelector(":scope > details") ?? target;
+    for (let each = closed; each; each = each.parentElement) if (each.matches("details")) each.open = true;
   };
-  addEventListener("hashchange", openTarget);
-  openTarget();
+  addEventListener("hashchange", () => openTarget(location.hash));
+  document.addEventListener("click", (event) => { // The address does not change if it is already that of the link.
+    const link = event.target.closest("a[href^='#']");
+    if (link) openTarget(link.hash);
+  });
+  openTarget(location.hash);
 
   /* Paper is light and cannot be unfolded. */
   let before = null;

@@ -45,11 +45,16 @@
       this.place = root.querySelector("[data-place=explorer]");
       this.build();
       this.place.hidden = false;
-      new IntersectionObserver((seen, observer) => {
+      const observer = new IntersectionObserver((seen) => {
         if (!seen.some((each) => each.isIntersecting)) return;
         observer.disconnect();
         this.draw();
-      }).observe(this.place);
+      });
+      observer.observe(this.place);
+      addEventListener("beforeprint", () => {
+        if (!this.shown) this.draw();
+        while (this.fillError());
+      });
     }
 
     // ---- what is computed
@@ -83,18 +88,21 @@
       return JSON.stringify([this.at.head, name, this.settings[name]]);
     }
 
-    /** Compute the errors of whole heads that are not known yet, a method at a time, the chosen one first. */
+    /** Compute the errors of the whole head, a method at a time, so that the page stays responsive. */
     fillErrors() {
       clearTimeout(this.waiting);
+      this.waiting = setTimeout(() => this.fillError() && this.fillErrors(), 60);
+    }
+
+    /** Compute one that is not known yet, that of the chosen method first; return whether there was one. */
+    fillError() {
       const missing = [this.at.method, ...Object.keys(methods)].find((name) => !this.known.has(this.key(name)));
-      if (missing === undefined) return;
-      this.waiting = setTimeout(() => {
-        const head = this.head();
-        head.exact ??= outputs(head, this.method("exact"));
-        this.known.set(this.key(missing), error(outputs(head, this.method(missing)), head.exact));
-        this.showErrors();
-        this.fillErrors();
-      }, 60);
+      if (missing === undefined) return false;
+      const head = this.head();
+      head.exact ??= outputs(head, this.method("exact"));
+      this.known.set(this.key(missing), error(outputs(head, this.method(missing)), head.exact));
+      this.showErrors();
+      return true;
     }
 
     // ---- what is built once

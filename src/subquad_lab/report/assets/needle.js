@@ -68,8 +68,9 @@
       this.drawGrid(length);
       const found = this.data.methods.filter((_, i) => place.methods[i].is_found);
       const lost = this.data.methods.filter((_, i) => !place.methods[i].is_found);
-      this.summary.textContent = `${new Intl.ListFormat("en").format(found) || "No method"} ${found.length > 1 ? "find" : "finds"} the needle here`
-        + `${lost.length ? `; ${lost.join(", ")} ${lost.length > 1 ? "lose" : "loses"} it.` : "."}`;
+      const list = new Intl.ListFormat("en");
+      this.summary.textContent = `${list.format(found) || "No method"} ${found.length > 1 ? "find" : "finds"} the needle here`
+        + `${lost.length ? `; ${list.format(lost)} ${lost.length > 1 ? "lose" : "loses"} it.` : "."}`;
     }
 
     drawText(length, place) {

@@ -5,7 +5,7 @@
      title: "...",                                  also the accessible name
      x: {label, log, format, mark}, y: {label, log, format},   log: start with a log scale; mark: draw a vertical line here
      series: [{name, x: [...], y: [...], low: [...], high: [...], color}],   low and high, if given, draw a band;
-                                                    color: 1 to 8, by default in turn
+                                                    a null leaves a gap; color: 1 to 8, by default in turn
      height: 280,
    }
 
@@ -13,12 +13,14 @@
 
 (() => {
   const COLORS = 8; // of page.css: --series-1 to --series-8
-  const DASHES = [[], [6, 4], [2, 3]]; // beyond the colors
+  const DASHES = [[], [6, 4], [2, 3]]; // solid, dashed, dotted: lines of similar color differ in this, also without colors
   const BAND_OPACITY = 0.18;
   const MAX_POINTS = 40; // A longer line has no dots.
   const { element, number } = Subquad;
 
   const isPositive = (lists) => lists.flat().every((value) => value === null || value > 0);
+  const colorOf = (line, i) => line.color ?? (i % COLORS) + 1;
+  const dashOf = (line, i) => (line.color === undefined ? i : line.color - 1) % DASHES.length;
   const hasPoints = (line) => line.x.length < MAX_POINTS;
   const bandOf = (line) => (line.low ? [line.low, line.high] : []);
 
@@ -96,7 +98,7 @@
       this.values = [];
       this.swatches = [];
       const buttons = this.spec.series.map((line, i) => {
-        const swatch = element("span", { className: `swatch series-${line.color ?? (i % COLORS) + 1}` });
+        const swatch = element("span", { className: `swatch series-${colorOf(line, i)} dash-${dashOf(line, i)}` });
         const value = element("span", { className: "value" });
         const button = element("button", { type: "button" }, swatch, line.name, " ", value);
         button.setAttribute("aria-pressed", String(!this.hidden.has(line.name)));
@@ -148,10 +150,10 @@
       this.spec.series.forEach((line, i) => {
         const stroke = getComputedStyle(this.swatches[i]).color;
         const show = !this.hidden.has(line.name);
-        const dash = DASHES[Math.floor(i / COLORS) % DASHES.length];
-        series.push({ stroke, width: 2, dash, spanGaps: true, show, points: { show: hasPoints(line), size: 5 } });
+        const dash = DASHES[dashOf(line, i)].map((size) => size * devicePixelRatio); // uPlot scales widths, not dashes
+        series.push({ stroke, width: 2, dash, show, points: { show: hasPoints(line), size: 5 } });
         if (!line.low) return;
-        const edge = { stroke: "transparent", width: 0, spanGaps: true, show, points: { show: false } };
+        const edge = { stroke: "transparent", width: 0, show, points: { show: false } };
         series.push(edge, { ...edge });
         const fill = stroke.replace("rgb(", "rgba(").replace(")", `, ${BAND_OPACITY})`);
         bands.push({ series: [series.length - 1, series.length - 2], fill });
@@ -172,13 +174,15 @@
       };
     }
 
-    /** Return the index of the nearest value of a series: not every series has one at every x. */
+    /** Return the index of the nearest value of a series: not every series has one at every x. A gap, and what is before
+        the first value or after the last one, has none. */
     nearest(column, at) {
-      for (let reach = 0; reach < column.length; reach++) {
-        if (column[at - reach] != null) return at - reach;
-        if (column[at + reach] != null) return at + reach;
-      }
-      return null;
+      let before = at, after = at;
+      while (before >= 0 && column[before] === undefined) before--;
+      while (after < column.length && column[after] === undefined) after++;
+      if (before < 0 || after === column.length) return null;
+      const index = at - before <= after - at ? before : after;
+      return column[index] === null ? null : index;
     }
 
     /** Show the values at the cursor in the legend. */
@@ -212,7 +216,7 @@
       const left = plot.valToPos(mark, "x", true);
       ctx.save();
       ctx.strokeStyle = colors.text;
-      ctx.setLineDash([4, 4]);
+      ctx.setLineDash([4 * devicePixelRatio, 4 * devicePixelRatio]);
       ctx.beginPath();
       ctx.moveTo(left, bbox.top);
       ctx.lineTo(left, bbox.top + bbox.height);

@@ -17,7 +17,7 @@ from subquad_lab.training.config import Training
 from subquad_lab.training.run import METRICS
 
 CURVE_POINTS = 200  # at least, of a longer log; at most twice as many
-READ_BYTES = 1 << 22  # at a time, so that a long log does not delay the other runs
+READ_BYTES = 1 << 20  # at a time, so that a long log does not delay the other runs
 MAX_LINE_BYTES = 1 << 16
 MAX_FIGURES = 40
 MAX_STEP = 1 << 53  # the largest integer up to which all are exact in JavaScript

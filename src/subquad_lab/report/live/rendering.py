@@ -4,14 +4,13 @@ first request                            render, and wait for it
 nothing has changed, or it is too early  the page as it is; its curves grow by events
 otherwise                                one request renders; the others get the page as it is
 
-The parts that are the same whatever was run take most of the time, and are made once.
+The parts that are the same whatever was run are made once, and a run is read again only if its files have changed.
 """
 
 import re
 import threading
 import time
 import warnings
-from collections.abc import Iterable
 from html import unescape
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,6 +19,7 @@ from subquad_lab import UsageError
 from subquad_lab.report.live.watcher import pause_after, served_runs
 from subquad_lab.report.page import PARTS, page
 from subquad_lab.report.part import Part
+from subquad_lab.report.reading import Reader, files_of
 from subquad_lab.system.text import warn
 from subquad_lab.training.run import Run
 
@@ -43,6 +43,7 @@ class Renderer:
         self._rendered: Rendered | None = None
         self._files: Any = None
         self._parts: list[Part] = []
+        self._reader = Reader()
         self._render_at = 0.0
 
     def rendered(self) -> Rendered:
@@ -60,10 +61,10 @@ class Renderer:
             self._lock.release()
 
     def _render(self) -> None:
-        begin = time.monotonic()
+        begin = time.thread_time()
         try:
             runs, refused = served_runs(self.root)
-            files = _files(runs.values()), refused
+            files = [files_of(run) for run in runs.values()], refused
             if files != self._files or self._rendered is None:
                 self._rendered, self._files = _rendered(self._page(runs, refused)), files
         except Exception as error:
@@ -72,7 +73,7 @@ class Renderer:
             # For example, a run was deleted while it was read. The last page is still right about the other runs.
             warn(f"the page was not renewed: {type(error).__name__}: {error}")
         finally:
-            self._render_at = time.monotonic() + pause_after(time.monotonic() - begin, RENDER_SECONDS)
+            self._render_at = time.monotonic() + pause_after(time.thread_time() - begin, RENDER_SECONDS)
 
     def _page(self, runs: dict[str, Run], refused: dict[str, str]) -> str:
         """Return the page; it need not have any run."""
@@ -81,25 +82,13 @@ class Renderer:
         live = Part("live", "Live", lambda _: {"states": states, "refused": refused}, scripts=("live.js",))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # The page lists the damaged runs.
-            return page(list(runs.values()), live=live, parts=self._parts)
+            return page(list(runs.values()), live=live, parts=self._parts, reader=self._reader)
 
 
 def _rendered(html: str) -> Rendered:
     found = POLICY.search(html)
     assert found is not None
     return Rendered(html.encode(errors="backslashreplace"), f"{unescape(found[1])}; frame-ancestors 'none'")
-
-
-def _files(runs: Iterable[Run]) -> list[tuple[str, int, int]]:
-    """Return what changes when a run does: names, times and sizes of the files in its folder."""
-    found = []
-    for path in (path for run in runs for path in run.folder.glob("*")):
-        try:
-            about = path.stat()
-        except OSError:  # A temporary file is gone by now.
-            continue
-        found.append((str(path), about.st_mtime_ns, about.st_size))
-    return sorted(found)
 
 
 def _state(run: Run) -> str:

@@ -27,11 +27,17 @@ from subquad_lab.training.run import Run, all_runs
 
 LOOK_SECONDS = 1.0  # between looks at the logs
 FIND_SECONDS = 2.0  # between searches for runs
+READ_SECONDS = 0.2  # of one look, after which the other logs wait for the next one
 BUSY_SHARE = 0.05  # of the time, at most, so that training is not slowed
 
 
 def pause_after(seconds: float, least: float) -> float:
-    """Return how long to wait after work that took `seconds`, to be busy for at most BUSY_SHARE of the time."""
+    """Return how long to wait after work, to be busy for at most BUSY_SHARE of the time.
+
+    Args:
+        seconds: Processor time of the work, by `time.thread_time`: waiting for a processor slows nothing else.
+        least: Seconds to wait at least.
+    """
     return max(least, seconds / BUSY_SHARE)
 
 
@@ -77,25 +83,29 @@ class Watcher:
         while True:
             with self._condition:
                 self._condition.wait_for(lambda: self._listeners)
-            begin = time.monotonic()
-            try:
-                self.look()
-                self.notify()
-            except Exception as error:  # The readers would wait forever for a thread that has ended.
-                warn(f"{type(error).__name__}: {error}")
-            time.sleep(pause_after(time.monotonic() - begin, LOOK_SECONDS))
+            begin = time.thread_time()
+            for work in (self.look, self.notify):  # Readers get heartbeats even if no file can be read.
+                try:
+                    work()
+                except Exception as error:  # The readers would wait forever for a thread that has ended.
+                    warn(f"{type(error).__name__}: {error}")
+            time.sleep(pause_after(time.thread_time() - begin, LOOK_SECONDS))
 
     # --- What is on disk ------------------------------------------------------------------------------------------
 
     def look(self) -> None:
         """Read what has changed since the last look, and publish it."""
         if time.monotonic() >= self._find_at:
-            begin = time.monotonic()
+            begin = time.thread_time()
             self._find()
-            self._find_at = time.monotonic() + pause_after(time.monotonic() - begin, FIND_SECONDS)
-        for place, progress in self._followed.items():
+            self._find_at = time.monotonic() + pause_after(time.thread_time() - begin, FIND_SECONDS)
+        end = time.thread_time() + READ_SECONDS
+        for place in list(self._followed):
+            progress = self._followed[place] = self._followed.pop(place)  # last in the next look
             if self._has_news(place, progress):
                 self._publish(place, {"state": "unfinished", **progress.as_json()})
+            if time.thread_time() >= end:
+                break
 
     def _has_news(self, place: str, progress: Progress) -> bool:
         """Read what was added to a log; a fault in one run must not hide the others."""
@@ -165,7 +175,7 @@ class Watcher:
         with self._condition:
             listeners = list(self._listeners)
         since = cache(self.since)  # Most readers have seen the same.
-        gone = {id(listener) for listener in listeners if not listener.send(*since(listener.seen))}
-        if gone:
-            with self._condition:
-                self._listeners = [listener for listener in self._listeners if id(listener) not in gone]
+        for listener in listeners:
+            if not listener.send(*since(listener.seen)):
+                with self._condition:
+                    self._listeners.remove(listener)

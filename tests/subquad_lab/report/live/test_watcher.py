@@ -173,6 +173,28 @@ def test_a_fault_does_not_end_the_watcher(watcher, monkeypatch, capfd):
     assert "ZeroDivisionError: planted" in capfd.readouterr().err
 
 
+def test_logs_that_take_long_to_read_wait_for_their_turn(watcher, trained, monkeypatch):
+    for name in ("a", "b"):
+        shutil.copytree(trained, trained.parent / name)
+    read = []
+    monkeypatch.setattr(module, "READ_SECONDS", 0.0)
+    monkeypatch.setattr(module.Progress, "read", lambda progress: read.append(progress.path.parent.name))
+    for _ in range(5):
+        watcher.look()
+    assert read == ["a", "b", "language-001", "a", "b"]
+
+
+def test_readers_get_heartbeats_though_no_run_can_be_read(watcher, monkeypatch, capfd):
+    monkeypatch.setattr(module, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(listener, "HEARTBEAT_SECONDS", 0.0)
+    monkeypatch.setattr(watcher, "look", lambda: 1 / 0)
+    watcher.start()
+    with joined(watcher) as reader:
+        reader.settimeout(10)
+        assert reader.recv(3) == b":\n\n"
+    assert "ZeroDivisionError" in capfd.readouterr().err
+
+
 def test_looking_takes_a_small_share_of_the_time():
     assert pause_after(0.001, 1.0) == 1.0
     assert pause_after(2.0, 1.0) == 40.0
