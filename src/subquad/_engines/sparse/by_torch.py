@@ -34,23 +34,24 @@ def attend_by_torch(
     outputs, levels = [], []
     for start in range(0, q.shape[2], TILE_ROWS):
         rows = slice(start, min(start + TILE_ROWS, q.shape[2]))
-        given = (q[:, :, rows], k, v, pattern, rows, row_poison[:, :, rows], key_poison)
-        output, level = _tile(*given, softcap, sink_logits)
+        poison = row_poison[:, :, rows], key_poison
+        output, level = _tile(q[:, :, rows], k, v, pattern, rows, poison, softcap, sink_logits)
         outputs.append(output)
         levels.append(level)
     return (torch.cat(outputs, 2), torch.cat(levels, 2)) if outputs else _nothing(q, k, v, sink_logits)
 
 
 def _tile(
-    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, rows: slice, row_poison: Tensor, key_poison: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, rows: slice, poison: tuple[Tensor, Tensor],
     softcap: float | None, sink_logits: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     parts = [slice(low, high) for low, high in pattern.hull(rows)]
     if not parts:
         return _nothing(q, k, v, sink_logits)
-    keys, values, poison = (torch.cat([x[:, part] for part in parts], 1) for x in (k, v, key_poison))
+    of_rows, of_keys = poison
+    keys, values, of_keys = (torch.cat([x[:, part] for part in parts], 1) for x in (k, v, of_keys))
     seen = torch.cat([pattern.seen(rows, part, *q.shape[:2]) for part in parts], -1)
-    return met(q, keys[:, None], values[:, None], seen, row_poison, poison[:, None, None], softcap, sink_logits)
+    return met(q, keys[:, None], values[:, None], seen, of_rows, of_keys[:, None, None], softcap, sink_logits)
 
 
 def met(
