@@ -124,10 +124,12 @@ def test_exact_with_masks_of_ours() -> None:
         "padding": (dict(key_padding_mask=keep, is_causal=True), seen),
         "bias": (dict(attn_mask=bias, key_padding_mask=keep, is_causal=True), torch.where(seen, bias, -torch.inf)),
         "mask": (dict(attn_mask=bias > 0, is_causal=True), (bias > 0) & causal),
+        "row": (dict(attn_mask=keep[0]), keep[:1]),
     }
     for arguments, mask in cases.values():
-        expected = F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True)
-        torch.testing.assert_close(attention(q, k, v, enable_gqa=True, **arguments), expected)
+        for scale in (None, 0.9):
+            expected = F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=True)
+            torch.testing.assert_close(attention(q, k, v, scale=scale, enable_gqa=True, **arguments), expected)
     ids = torch.arange(600).expand(2, -1) // 70
     same = (ids[:, :, None] == ids[:, None, :])[:, None]
     expected = F.scaled_dot_product_attention(q, k, v, same, enable_gqa=True)
