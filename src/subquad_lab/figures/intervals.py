@@ -59,7 +59,7 @@ def shown(values: Sequence[float], figure: str) -> str:
     low, high = found.mean - found.half, found.mean + found.half
     if least <= low and high <= most:
         return str(found)
-    return f"{found.mean:.4g} ({max(low, least):.2g} to {min(high, most):.2g})"
+    return f"{found.mean:.4g} ({max(low, least):.4g} to {min(high, most):.4g})"
 
 
 def range_of(figure: str) -> tuple[float, float]:
