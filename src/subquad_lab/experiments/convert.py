@@ -27,6 +27,7 @@ from subquad_lab.models.decoders import Decoder
 from subquad_lab.models.learned_maps import LearnedMethods
 from subquad_lab.models.pretrained_decoder import PretrainedDecoder
 from subquad_lab.models.scores import decoding, entropy, perplexity, repeated_entropies
+from subquad_lab.options.methods import refuse_many_features
 from subquad_lab.training import schedule
 from subquad_lab.training.experiment import Carry, Experiment, PartName, Rows
 
@@ -49,6 +50,9 @@ class Convert:
     def __init__(self, config: Config, source: Source) -> None:
         self.config, self.corpus, self.is_trained = config, source.corpus, source.is_trained
         specs, rank = split(config.methods), config.rank if config.adapt_tokens else None
+        for name in ("methods", "untrained"):
+            for spec in split(getattr(config, name)):
+                refuse_many_features(spec, source.decoder.shape.width, f"--{name}")
         make = None if source.is_trained or not config.scratch else maker(config, len(source.corpus.words))
         self.model = Conversion(source.decoder, source.is_trained, specs, rank, make)
         self.step, corpus = 0, source.corpus

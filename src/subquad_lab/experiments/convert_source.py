@@ -54,7 +54,7 @@ def _new(config: Config) -> Source:
     with torch.device("meta"):
         total = parameters(make(parse_method("exact")))["total"]
     copies = 1 + (len(split(config.methods)) if config.scratch else 0)
-    refuse_too_large(copies * total, f"width: {copies} models of width {config.width}")
+    refuse_too_large(copies * total, f"width: a set of {copies} models of width {config.width}")
     return Source(WordDecoder(make(parse_method("exact"))), corpus, False)
 
 

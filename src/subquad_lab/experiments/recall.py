@@ -88,8 +88,11 @@ class Config(Training):
         if max(self.batch, TESTED_SEQUENCES) * self.length > MAX_TOKENS:
             raise UsageError(f"length: expected at most {MAX_TOKENS:,} tokens in a batch, got {self.length:,} in each "
                              f"of {max(self.batch, TESTED_SEQUENCES)} sequences")  # fmt: skip
-        for spec in self.method.split(","):
+        specs = self.method.split(",")
+        for spec in specs:
             refuse_many_features(spec.strip(), self.width // self.heads)
+        if len(specs) > self.layers:
+            raise UsageError(f"method: expected no more methods than --layers {self.layers}, got {self.method!r}")
 
 
 def numbers_of(pairs: int | str) -> list[int]:

@@ -9,7 +9,7 @@ from subquad_lab.experiments import experiment_named
 from subquad_lab.options.fields import config_from, read
 from subquad_lab.system.text import say
 from subquad_lab.training import lifecycle
-from subquad_lab.training.experiment import Experiment
+from subquad_lab.training.experiment import Experiment, StagedTask
 from subquad_lab.training.run import ABOUT, CONFIG, Run
 from subquad_lab.training.seeds import members
 
@@ -39,7 +39,9 @@ def trained(folder: Path) -> tuple[Run, Any]:
     run = Run.open(folder)
     experiment, config = experiment_of(run)
     task = lifecycle.reopen(experiment, config, run).task
-    lifecycle.load_weights(task.model, run, config)
+    step = lifecycle.load_weights(task.model, run, config)
+    if isinstance(task, StagedTask):
+        task.enter(step)
     return run, task
 
 

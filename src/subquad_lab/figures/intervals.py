@@ -59,7 +59,7 @@ def shown(values: Sequence[float], figure: str) -> str:
     low, high = found.mean - found.half, found.mean + found.half
     if least <= low and high <= most:
         return str(found)
-    return f"{rounded(found.mean, 4)} ({rounded(max(low, least), 2)} to {rounded(min(high, most), 2)})"
+    return f"{rounded(found.mean, 4)} ({rounded(max(low, least), 4)} to {rounded(min(high, most), 4)})"
 
 
 def rounded(value: float, digits: int) -> str:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import subquad
+from subquad_lab import UsageError
 from subquad_lab.models.language import Block, Transformer
 from subquad_lab.models.learned_maps import HeadShape
 from subquad_lab.models.pretrained import Layer
@@ -79,7 +80,11 @@ class Decoder(ABC):
         """Add matrices of low rank to the projections, and return them by name; B = 0 at first."""
         import peft  # here: it imports transformers, which takes seconds
 
-        config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=list(self._projections()))
+        names = list(self._projections())
+        most = min(min(self.network.get_parameter(f"{name}.weight").shape) for name in names)
+        if rank > most:
+            raise UsageError(f"--rank: expected at most {most}, the smallest side of a projection, got {rank}")
+        config = peft.LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=names)
         before = {id(parameter) for parameter in self.network.parameters()}
         required = [(parameter, parameter.requires_grad) for parameter in self.network.parameters()]
         peft.inject_adapter_in_model(config, self.network)

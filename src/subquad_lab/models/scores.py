@@ -77,13 +77,14 @@ def repeated_entropies(decoder: Decoder, tokens: Tensor, context: int) -> tuple[
 
 
 def decoding(decoder: Decoder, tokens: Tensor) -> tuple[int, float]:
-    """Read a text, generate tokens one by one, and return the bytes of the state, and tokens per second."""
-    device = next(decoder.network.parameters()).device
-    stream = decoder.stream()
+    """Return the bytes of the state after a text, and tokens per second when its end is generated one by one."""
+    tokens = tokens.to(next(decoder.network.parameters()).device)
+    whole, stream = decoder.stream(), decoder.stream()
+    whole.read(tokens)
     timed = min(TIMED_TOKENS, len(tokens) // 2)
-    logits = stream.read(tokens[:-timed].to(device))
+    logits = stream.read(tokens[:-timed])
     logits = stream.read(logits.argmax()[None])  # The first step prepares those that follow.
     begin = time.perf_counter()
     for _ in range(timed - 1):
         logits = stream.read(logits.argmax()[None])
-    return stream.nbytes, (timed - 1) / max(time.perf_counter() - begin, 1e-9)
+    return whole.nbytes, (timed - 1) / max(time.perf_counter() - begin, 1e-9)

@@ -24,12 +24,12 @@ def parse_methods(specs: str, option: str = "--method") -> tuple[Any, ...]:
     return tuple(parse_method(spec.strip(), option) for spec in specs.split(","))
 
 
-def refuse_many_features(spec: str, width: int) -> None:
+def refuse_many_features(spec: str, width: int, option: str = "--method") -> None:
     """Raise if a method has too many features at this head width to fit into memory."""
-    method = parse_method(spec)
+    method = parse_method(spec, option)
     method = method.far if isinstance(method, Hybrid) else method
     size = method.size(width) if isinstance(method, FeatureMethod | FeatureMap) else 0
     if size > MAX_FEATURES:
         raise UsageError(
-            f"method: expected at most {MAX_FEATURES:,} features, got {size:,} for {spec} at width {width}"
+            f"{option}: expected at most {MAX_FEATURES:,} features, got {size:,} for {spec} at width {width}"
         )

@@ -10,6 +10,7 @@ from torch import nn
 
 from subquad_lab import UsageError
 from subquad_lab.figures.plots import curves
+from subquad_lab.system.checksums import Damaged
 from subquad_lab.system.files import locked, remove_leftovers
 from subquad_lab.system.out_of_memory import memory_for
 from subquad_lab.training import checkpoint, snapshot
@@ -127,8 +128,8 @@ def finish(job: Job, result: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def load_weights(model: nn.Module, run: Run, config: Training) -> None:
-    """Load the best or the last weights, as configured, and switch the model to evaluation mode."""
+def load_weights(model: nn.Module, run: Run, config: Training) -> int:
+    """Load the best or the last weights, as configured, switch to evaluation mode, and return their step."""
     found = checkpoint.newest(run.checkpoints)
     if found is None:
         raise UsageError(f"RUN: {run.folder} has no checkpoint yet")
@@ -138,3 +139,8 @@ def load_weights(model: nn.Module, run: Run, config: Training) -> None:
         found = checkpoint.best(run.checkpoints, number)
     snapshot.load_model(model, found)
     model.eval()
+    after = found.state.get("progress")
+    step = after.get("step") if isinstance(after, dict) else None
+    if not isinstance(step, int):
+        raise Damaged(f"checkpoint {found.path}: expected the number of its step, got {step!r}")
+    return step

@@ -207,7 +207,6 @@ def test_what_a_stage_does_not_train_stays_the_same(finished, tmp_path):
     """Recomputed from the weights at the end: the exact model, and the maps without adapters."""
     run, result = finished
     _, task = trained(run.folder)
-    task.enter(task.batches)
     again = task.evaluate("test", lambda: None)
     assert again == pytest.approx(result["test"], rel=1e-6)
     stages = []
@@ -315,11 +314,16 @@ def test_damaged_files_and_another_base_model_are_refused(pretrained, tmp_path):
     [
         (["--methods", "softmax"], "--methods: expected one of"),
         (["--methods", ","], "--methods: expected at least one method"),
+        (["--methods", "taylor:2,exact"], "--methods: expected other methods than exact"),
+        (["--methods", "taylor:2,taylor:9"], "--methods: expected at most 65,536 features"),
+        (["--untrained", "window:4+taylor:9"], "--untrained: expected at most 65,536 features"),
+        (["--schedule", "epochs"], "--schedule: expected one of 'constant', 'linear', 'cosine'"),
         (["--methods", "taylor:2,taylor:2"], "--methods: expected different methods"),
         (["--untrained", "window:x"], "--untrained: expected an integer for size"),
         (["--tokens", "0"], "--tokens: expected a positive integer, got 0"),
         (["--adapt-tokens", "-1"], "--adapt-tokens: expected an integer >= 0, got -1"),
         (["--rank", "0"], "--rank: expected a positive integer"),
+        (["--rank", "129"], "--rank: expected at most 128, the smallest side of a projection, got 129"),
         (["--transfer-lr", "-1"], "--transfer-lr: expected a number >= 0"),
         (["--weights", "best"], "--weights: the numbers of tokens set the length of a conversion"),
         (["--patience", "3"], "--patience: the numbers of tokens"),

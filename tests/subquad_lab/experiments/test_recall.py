@@ -184,6 +184,7 @@ def test_one_number_of_pairs_may_be_a_number(tmp_path):
         (dict(layers=0), "layers: expected a positive integer, got 0"),
         (dict(method="taylor:2,nope"), "--method: expected one of 'exact', .* got 'nope'"),
         (dict(method="random:99999999"), "method: expected at most 65,536 features"),
+        (dict(method="window:16,taylor:2"), "method: expected no more methods than --layers 1, got"),
     ],
 )
 def test_configs_that_make_no_sense_are_named(fields, message):

@@ -25,8 +25,9 @@ def test_the_interval_over_seeds_is_that_of_student(values):
     ("values", "figure", "text"),
     [
         ([0.55, 0.75], "accuracy", "0.65 (0 to 1)"),  # +- 1.3
-        ([0.95, 0.99, 1.0], "accuracy", "0.98 (0.91 to 1)"),
-        ([3.0, 9.0], "perplexity", "6 (1 to 44)"),
+        ([0.95, 0.99, 1.0], "accuracy", "0.98 (0.9143 to 1)"),
+        ([3.0, 9.0], "perplexity", "6 (1 to 44.12)"),
+        ([0.9987, 0.9999, 1.0], "accuracy", "0.9995 (0.9977 to 1)"),
         ([0.55, 0.75], "own_figure", "0.65 +- 1.3"),
         ([0.80, 0.82, 0.81], "accuracy", "0.81 +- 0.025"),
         ([1.0, 1.0], "accuracy", "1 +- 0"),
