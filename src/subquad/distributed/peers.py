@@ -169,20 +169,20 @@ def agree(peers: Peers, description: dict[str, Any], length: int, problem: Excep
     text = json.dumps([length, torch.get_num_threads(), None if problem is None else _short(problem), facts]).encode()
     own = torch.zeros(DESCRIPTION_BYTES, dtype=torch.uint8)
     own[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    told = [json.loads(bytes(x.tolist()).rstrip(b"\0")) for x in peers.gather(own.to(_device_of(peers.group)))]
+    reports = [json.loads(bytes(x.tolist()).rstrip(b"\0")) for x in peers.gather(own.to(_device_of(peers.group)))]
     if problem is not None:
         raise problem
-    for rank, (_, _, message, _) in enumerate(told):
+    for rank, (_, _, message, _) in enumerate(reports):
         if message is not None:
             raise ValueError(f"rank {rank} of the group: {message}")
-    for rank, (_, _, _, theirs) in enumerate(told):
-        for name in told[0][3] | theirs:  # Other names: the ranks make calls of different kinds.
-            first, other = told[0][3].get(name, "nothing"), theirs.get(name, "nothing")
+    for rank, (_, _, _, theirs) in enumerate(reports):
+        for name in reports[0][3] | theirs:  # Other names: the ranks make calls of different kinds.
+            first, other = reports[0][3].get(name, "nothing"), theirs.get(name, "nothing")
             if first != other:
                 raise ValueError(
                     f"{name}: expected the same on all ranks, got {first} on rank 0 and {other} on rank {rank}"
                 )
-    return peers._replace(lengths=tuple(length for length, *_ in told), threads=max(x for _, x, *_ in told))
+    return peers._replace(lengths=tuple(length for length, *_ in reports), threads=max(x for _, x, *_ in reports))
 
 
 def _short(value: Any) -> str:

@@ -53,7 +53,7 @@ def test_the_interval_of_a_difference_is_that_of_welch(a, b):
 
 
 def test_the_test_examples_widen_the_interval():
-    """Two models that differ on 4 of 100 examples, each way as often, always alike: seeds alone would be sure."""
+    """Two models differ on 4 of 100 examples, two each way, the same for all seeds: seeds alone would be certain."""
     one, other = [1.0] * 98 + [0.0] * 2, [0.0] * 2 + [1.0] * 98
     assert difference([0.98] * 3, [0.97] * 3).excludes_zero()
     found = difference([0.98] * 3, [0.97] * 3, one, other)
@@ -85,7 +85,7 @@ def test_a_true_difference_is_found():
 
 
 def test_many_differences_together_are_as_seldom_wrong_as_one():
-    """Of 9 variants that are all alike, the first minus each other."""
+    """The first of 9 equal variants minus each other one."""
     draw = np.random.default_rng(2)
     wrong = 0
     for _ in range(400):
