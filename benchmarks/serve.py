@@ -1,12 +1,11 @@
 """Read the page of `subquad serve` with many clients while a run trains, and measure what that costs the training.
 
-    python benchmarks/serve.py [--readers 200] [--seconds 30] [--pairs 4] [--reload 10]
+    python benchmarks/serve.py [--readers 200] [--seconds 30] [--pairs 4]
 
 A run trains during the whole measurement, and a server follows it. Periods without and with readers alternate, and the
 steps per second of each are read from the log. Each reader does what a browser does: it opens the page, then listens to
-the events; it reloads the page every 10 s, which the page itself never asks for. The readers run on the same machine,
-at the lowest priority as the server does. Any failed connection, status other than 200, cut page or missing event
-counts as an error.
+the events. The readers run on the same machine, at the low priority of the server. Any failed connection, status other
+than 200, cut page or missing event counts as an error.
 """
 
 import argparse
@@ -61,20 +60,16 @@ async def load(port: int, counts: Counter[str]) -> None:
     counts["page bytes"] += len(content)
 
 
-async def read(port: int, delay: float, end: float, reload: float, counts: Counter[str]) -> None:
-    """Open the page, listen to the events until the end, and reload the page every `reload` seconds."""
+async def read(port: int, delay: float, end: float, counts: Counter[str]) -> None:
+    """Open the page, and listen to the events until the end."""
     await asyncio.sleep(delay)
     last, heard = 0, 0
     try:
         await load(port, counts)
         reader, writer, _ = await request(port, "/events")
-        reload_at = time.monotonic() + reload
         while (now := time.monotonic()) < end:
-            if now >= reload_at:
-                await load(port, counts)
-                reload_at = now + reload
             try:
-                line = await asyncio.wait_for(reader.readline(), min(end, reload_at) - now)
+                line = await asyncio.wait_for(reader.readline(), end - now)
             except TimeoutError:
                 continue
             if not line:
@@ -93,13 +88,13 @@ async def read(port: int, delay: float, end: float, reload: float, counts: Count
     counts["readers with growing steps"] += heard >= 2
 
 
-async def read_all(port: int, readers: int, seconds: float, reload: float) -> None:
+async def read_all(port: int, readers: int, seconds: float) -> None:
     """Run all readers, and print what they counted as JSON."""
     print("ready", flush=True)
     counts: Counter[str] = Counter()
     end = time.monotonic() + seconds
     delays = [SPREAD_SECONDS * i / readers for i in range(readers)]
-    await asyncio.gather(*(read(port, delay, end, reload, counts) for delay in delays))
+    await asyncio.gather(*(read(port, delay, end, counts) for delay in delays))
     print(json.dumps(counts))
 
 
@@ -109,11 +104,10 @@ def steps_of(log: Path) -> int:
     return int(json.loads(lines[-1])["step"]) if lines else 0
 
 
-def period(log: Path, port: int, readers: int, seconds: float, reload: float) -> Period:
+def period(log: Path, port: int, readers: int, seconds: float) -> Period:
     clients = None
     if readers:
-        arguments = ["--port", str(port), "--readers", str(readers), "--seconds", str(seconds + PAUSE_SECONDS),
-                     "--reload", str(reload)]  # fmt: skip
+        arguments = ["--port", str(port), "--readers", str(readers), "--seconds", str(seconds + PAUSE_SECONDS)]
         clients = subprocess.Popen([sys.executable, __file__, *arguments], stdout=subprocess.PIPE, preexec_fn=idle)
         assert clients.stdout is not None and clients.stdout.readline() == b"ready\n"
     time.sleep(PAUSE_SECONDS)
@@ -125,10 +119,10 @@ def period(log: Path, port: int, readers: int, seconds: float, reload: float) ->
 
 
 def idle() -> None:
-    os.nice(19)
+    os.nice(15)
 
 
-def measured(readers: int, seconds: float, pairs: int, reload: float) -> list[Period]:
+def measured(readers: int, seconds: float, pairs: int) -> list[Period]:
     """Train and serve, and return periods without and with readers in turn."""
     command = [sys.executable, "-m", "subquad_lab"]
     processes = []
@@ -145,7 +139,7 @@ def measured(readers: int, seconds: float, pairs: int, reload: float) -> list[Pe
             serve = [*command, "serve", "--port", "0", "--root", str(runs)]
             processes.append(subprocess.Popen(serve, stdout=subprocess.PIPE, text=True))
             port = int(processes[-1].stdout.readline().rpartition(":")[2])
-            return [period(log, port, count, seconds, reload) for _ in range(pairs) for count in (0, readers)]
+            return [period(log, port, count, seconds) for _ in range(pairs) for count in (0, readers)]
         finally:
             for process in processes:
                 process.terminate()  # SIGINT is ignored by processes of a background job.
@@ -153,7 +147,7 @@ def measured(readers: int, seconds: float, pairs: int, reload: float) -> list[Pe
                 process.wait(60)
 
 
-def page(periods: list[Period], seconds: float, reload: float) -> str:
+def page(periods: list[Period], seconds: float) -> str:
     from results import machine, today  # It imports torch, for which the readers need not wait.
 
     lines = ["| readers | steps/s | pages read | MB per page | events | errors |", "|---:|---:|---:|---:|---:|---:|"]
@@ -167,7 +161,7 @@ def page(periods: list[Period], seconds: float, reload: float) -> str:
     )
     errors = sum(found.counts.get("errors", 0) for found in periods)
     verdict = (
-        f"Periods of {seconds:.0f} s in turn; each reader reloads the page every {reload:.0f} s. "
+        f"Periods of {seconds:.0f} s in turn. "
         f"Median {without:.2f} steps/s without readers and {with_:.2f} with them: "
         f"{100 * (with_ / without - 1):+.1f} %. Errors: {errors}."
     )
@@ -181,16 +175,15 @@ def main() -> None:
     parser.add_argument("--readers", type=int, default=200)
     parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--pairs", type=int, default=4)
-    parser.add_argument("--reload", type=float, default=10.0, help="seconds after which a reader reloads the page")
     parser.add_argument("--port", type=int, help="only read from the server on this port, and print counts")
     given = parser.parse_args()
     if given.port is not None:
-        asyncio.run(read_all(given.port, given.readers, given.seconds, given.reload))
+        asyncio.run(read_all(given.port, given.readers, given.seconds))
         return
     from results import write_page
 
-    periods = measured(given.readers, given.seconds, given.pairs, given.reload)
-    write_page("serve", page(periods, given.seconds, given.reload), [found._asdict() for found in periods])
+    periods = measured(given.readers, given.seconds, given.pairs)
+    write_page("serve", page(periods, given.seconds), [found._asdict() for found in periods])
 
 
 if __name__ == "__main__":
