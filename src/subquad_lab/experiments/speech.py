@@ -287,7 +287,8 @@ def similarities_picture(run: Run) -> bytes:
             axes.plot(*zip(*points, strict=True), "o-", markersize=3, label=name)
     axes.set(ylabel="validation similarity to the reference", ylim=(0, 1))
     epochs_across(axes)
-    axes.legend(fontsize="small")
+    if axes.lines:
+        axes.legend(fontsize="small")
     return svg(figure)
 
 
@@ -298,7 +299,8 @@ def losses_picture(run: Run) -> bytes:
             axes.plot(*zip(*points, strict=True), "o-", markersize=3, label=name)
     axes.set(ylabel=loss_label(EXPERIMENT))
     epochs_across(axes)
-    axes.legend(fontsize="small")
+    if axes.lines:
+        axes.legend(fontsize="small")
     return svg(figure)
 
 

@@ -62,7 +62,7 @@ def compared(groups: Mapping[str, Sequence[Logged]], experiment: Measured) -> by
         epochs_across(axes)
     if both[1].lines and min(min(line.get_ydata()) for line in both[1].lines) > 1:
         by_factors(both[1])  # suits a perplexity
-    if groups:
+    if both[1].lines:
         both[1].legend(fontsize="small")
     return svg(figure)
 

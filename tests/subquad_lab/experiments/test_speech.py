@@ -16,6 +16,7 @@ from subquad_lab.cli import main
 from subquad_lab.data.speech import END, PAD, START, characters
 from subquad_lab.experiments import speech
 from subquad_lab.experiments.speech import Config, make_model, measures, side_by_side, spelled
+from subquad_lab.figures.plots import curves
 from subquad_lab.figures.similarity import damerau, error_rate
 from subquad_lab.models import parameters
 from subquad_lab.models.speech import Speech, sinusoids, spell
@@ -428,3 +429,12 @@ def test_maps_have_a_scale_and_names_for_their_axes(speech_run):
     picture = speech.looks_picture(Run(speech_run), Config()).decode()
     for label in ("output", "seconds", "attention weight"):
         assert f"<!-- {label} -->" in picture
+
+
+def test_pictures_before_the_first_evaluation_warn_of_nothing(speech_run, recwarn, monkeypatch):
+    monkeypatch.setattr(Run, "metrics", lambda _: [{"step": 1, "epoch": 0.5}])
+    run = Run(speech_run)
+    for draw in (speech.similarities_picture, speech.losses_picture):
+        assert draw(run).startswith(b"<?xml")
+    assert curves(run, speech.EXPERIMENT).startswith(b"<?xml")
+    assert [str(warning.message) for warning in recwarn] == []
