@@ -1,11 +1,12 @@
 """The machine, measured: the times that calls take, found again by the fit."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from subquad import Exact, RandomFeatures, Taylor, plan
+from subquad import Exact, Multipole, RandomFeatures, Taylor, plan
 from subquad._engines import Result
 from subquad.planning import busyness, progress
 from subquad.planning import calibration as module
@@ -27,6 +28,19 @@ def test_a_calibration_finds_the_times_it_was_given(fresh) -> None:
     unseen = Shape(5000, 5000, 48, 48, 6, 6, is_causal=True)
     wanted = 1e-9 * sum(work(Taylor(2), "chunked", unseen))
     assert found.seconds(Taylor(2), unseen, "chunked") == pytest.approx(wanted, rel=0.1)
+
+
+@pytest.mark.parametrize("missing", [True, False])
+def test_disturbed_times_never_make_long_calls_as_fast_as_short_ones(missing) -> None:
+    """A busy machine: a few calls took 0.1 s whatever their size, and the others were not measured or did the same."""
+    calls = [i for i, call in enumerate(module.grid_once()) if isinstance(call[0], Multipole) and not call[2].training]
+    best = [reference_seconds(*call) for call in module.grid_once()]
+    for number, i in enumerate(calls):
+        best[i] = math.inf if missing and number % 6 > 1 else 0.1
+    found = module.fitted(best)
+    for is_causal in (True, False):
+        short, long = (Shape(n, n, 64, 64, 8, 8, is_causal=is_causal) for n in (4096, 65536))
+        assert found.seconds(Multipole(), long, "fused") > 10 * found.seconds(Multipole(), short, "fused")
 
 
 class Clock:

@@ -143,7 +143,7 @@ def _noise(count: int) -> torch.Tensor:
 def calibrate(
     device: torch.device, dtype: torch.dtype = torch.float32, progress: Progress | None = None
 ) -> Calibration:
-    """Measure this machine within half a minute; calls that do not fit into it are scaled from a reference."""
+    """Measure this machine within half a minute; for kinds of calls that do not fit into it, scale a reference."""
     before, begin = load(), time.perf_counter()
     count, show = len(grid_once()), progress or progress_line(CALIBRATION_SECONDS)
     best, ratios, done = [math.inf] * count, [], 0
@@ -162,11 +162,10 @@ def calibrate(
                 ratios.append(max(seconds, known[i]) / min(seconds, known[i]))
             done += 1
             show(done, TURNS * count)
-    share, pace = sum(seconds < math.inf for seconds in best) / count, _pace(best, usual)
-    filled = [a if a < math.inf else pace * b for a, b in zip(best, usual, strict=True)]
+    share = sum(seconds < math.inf for seconds in best) / count
     spread = median(ratios) if ratios else None
     note, retries = note_on(before, spread, share), MAX_RETRIES if is_busy(before, spread) else 0
-    return replace(fitted(filled, device.type), note=note, retries=retries)
+    return replace(fitted(best, device.type), note=note, retries=retries)
 
 
 def reference_calibration() -> Calibration:
@@ -192,11 +191,27 @@ def one_turn(
 
 
 def fitted(best: list[float], device: str = "cpu") -> Calibration:
-    """Return the coefficients that fit the best times of the grid's calls."""
-    rows: dict[str, list[tuple[list[float], float]]] = {}
+    """Return the coefficients that fit the best times of the grid's calls; infinite ones were not measured."""
+    pace = _pace(best, [reference_seconds(*call) for call in grid_once()])
+    kinds: dict[str, list[tuple[Any, float]]] = {}
     for call, seconds in zip(grid_once(), best, strict=True):
-        rows.setdefault(name_of(*call), []).append((work(*call), seconds))
-    return Calibration({name: _fitted(found) for name, found in rows.items()}, device)
+        kinds.setdefault(name_of(*call), []).append((call, seconds))
+    return Calibration({name: _of_kind(calls, pace) for name, calls in kinds.items()}, device)
+
+
+def _of_kind(calls: list[tuple[Any, float]], pace: float) -> list[float]:
+    """Return the coefficients of calls of one kind: those that fit their times, or the reference figures, scaled.
+
+    A fit to a part of the calls, or to times that do not grow with the work, would give long calls the time of short
+    ones.
+    """
+    measured = [(call, seconds) for call, seconds in calls if seconds < math.inf]
+    if len(measured) == len(calls):
+        found = _fitted([(work(*call), seconds) for call, seconds in calls])
+        if any(found[1:]):
+            return found
+    own = median(seconds / reference_seconds(*call) for call, seconds in measured) if measured else pace
+    return [own * c for c in reference_coefficients(*calls[0][0])]
 
 
 def _fitted(rows: list[tuple[list[float], float]]) -> list[float]:

@@ -1,6 +1,6 @@
 """Reference figures: how long calls take on two cores, in round numbers.
 
-A calibration that runs out of time takes the calls that it could not measure from here, scaled by those that it could.
+A calibration that runs out of time takes the kinds of calls that it could not measure completely from here, scaled.
 """
 
 from typing import Any
